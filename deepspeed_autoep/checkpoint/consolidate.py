@@ -1,0 +1,61 @@
+"""Gather the whole model from its shards."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_autoep.compat import TensorParallel_Layer
+from deepspeed_autoep.engine.engine import AutoEPEngine
+from deepspeed_autoep.moe.layer import AutoEPMoELayer
+
+
+@torch.no_grad()
+def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | None:
+    """The model's full state dict, on the CPU, on rank 0; None elsewhere. Collective over all ranks.
+
+    Keys, shapes and dtypes are those of the model before ``initialize``, so
+    ``engine.module.save_pretrained(folder, state_dict=...)`` on rank 0 writes an ordinary Hugging Face checkpoint.
+    Each rank holds one full tensor at a time; rank 0 holds the whole model in CPU memory.
+    """
+    keep = dist.get_rank() == 0
+    full: dict[str, torch.Tensor] = {}
+    gathered = _gather_parameters(engine)
+    for name, tensor in engine.module.state_dict(keep_vars=True).items():
+        value = gathered.get(tensor, lambda tensor=tensor: tensor.detach())()
+        if keep:
+            full[name] = value.cpu().clone()
+    return full if keep else None
+
+
+def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, object]:
+    """Sharded parameter -> a collective that returns its full value."""
+    found: dict[torch.Tensor, object] = {}
+    for module in engine.module.modules():
+        if isinstance(module, AutoEPMoELayer):
+            group = engine.autoep.handles.ep_group
+            for parameter in module.parameters(recurse=False):
+                found[parameter] = lambda parameter=parameter: _gather_experts(parameter.detach(), group)
+        elif isinstance(module, TensorParallel_Layer):
+            for parameter in module.parameters(recurse=False):
+                found[parameter] = lambda parameter=parameter, module=module: _gather_tp(module, parameter)
+    return found
+
+
+def _gather_experts(local: torch.Tensor, group) -> torch.Tensor:
+    """[E / ep, ...] -> [E, ...]."""
+    full = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
+    dist.all_gather_into_tensor(full, local.contiguous(), group=group)
+    return full
+
+
+def _gather_tp(module: TensorParallel_Layer, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """AutoTP's own gather, which knows each layer's cut. It replaces ``data``; the shard is put back."""
+    shard = parameter.data
+    try:
+        # Its list is [weight, bias]: the position tells it which of the two a tensor is.
+        position = 0 if parameter is module.weight else 1
+        module.gather_params([None] * position + [parameter])
+        return parameter.data.clone()
+    finally:
+        parameter.data = shard

@@ -1,0 +1,149 @@
+"""Every private symbol of DeepSpeed that this package touches, and why. Checked on DeepSpeed 0.19.8.
+
+Nothing else in the package imports from ``deepspeed.runtime``, ``deepspeed.module_inject`` or ``deepspeed.utils``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+from deepspeed.module_inject import set_autotp_mode as _set_autotp_mode
+
+# Empty map returned by our _configure_expert_parallel: parameters are cut in place, so nothing needs re-pointing. (0.19.8)
+from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
+
+# AutoTP's sharded layers: to gather their full weights for export. (0.19.8)
+from deepspeed.module_inject.layers import DS_AUTOTP_UC_META, TensorParallel_Layer
+
+# Which of the wrappers an engine built, so that the matching subclass takes its place; exact types only. (0.19.8)
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+# Parses tensor_parallel, its presets included, into layer specs. (0.19.8)
+from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan, get_tensor_parallel_config
+
+# initialize() merges what deepspeed.tp_model_init recorded into the configuration. (0.19.8)
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config, merge_tp_model_init_into_config
+
+# initialize() leaves a zero.Init context while it builds an engine. (0.19.8)
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# Process-global group registry that the engine, AutoTP and ZeRO read while they are built. (0.19.8)
+from deepspeed.utils import groups as _groups
+
+__all__ = [
+    "DS_AUTOTP_UC_META",
+    "DeepSpeedZeroOptimizer",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+    "GroupBinding",
+    "ReplacementSourceMap",
+    "TensorParallel_Layer",
+    "bind_groups",
+    "hf_tp_plan",
+    "load_ds_config",
+    "merge_tp_model_init_into_config",
+    "restore_init_context",
+    "set_optimizer_flags",
+    "shutdown_init_context",
+    "training_autotp",
+    "user_layer_specs",
+]
+
+# Tags parameters for optimizers that need it; deepspeed.initialize calls it right before the engine. (0.19.8)
+set_optimizer_flags = deepspeed.set_optimizer_flags
+
+_GROUP_VARIABLES = (
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "mesh_device",
+    "mpu",
+)
+
+
+@dataclass
+class GroupBinding:
+    """DeepSpeed's registry as it was before an engine was bound to it."""
+
+    previous: dict[str, Any]
+    bound_tp_group: object
+
+    def restore(self) -> None:
+        """Put the registry back, unless another engine has been bound since."""
+        if _groups._TENSOR_MODEL_PARALLEL_GROUP is self.bound_tp_group:
+            for name, value in self.previous.items():
+                setattr(_groups, name, value)
+
+
+def bind_groups(handles) -> tuple[GroupBinding, object | None]:
+    """Make DeepSpeed's registry hold exactly the groups of ``handles``.
+
+    Returns the binding and the ``mpu`` to give to the engine: DeepSpeed's own registry when tp > 1 (without an mpu it
+    takes the whole world as data parallel), None otherwise.
+    """
+    binding = GroupBinding({name: getattr(_groups, name) for name in _GROUP_VARIABLES}, handles.tp_group)
+    name = handles.ep_group_name
+    folded = handles.spec.tp_size > 1
+    mpu = _groups if folded else None
+    values = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": handles.tp_group,
+        "_MODEL_PARALLEL_GROUP": handles.tp_group,
+        "_DATA_PARALLEL_GROUP": handles.dense_dp_group,
+        "_EXPERT_PARALLEL_GROUP": {name: handles.ep_group},
+        "_EXPERT_PARALLEL_GROUP_RANKS": {name: list(handles.ep_ranks)},
+        "_EXPERT_DATA_PARALLEL_GROUP": {name: handles.edp_group},
+        "_EXPERT_DATA_PARALLEL_GROUP_RANKS": {name: list(handles.edp_ranks)},
+        "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
+        "mesh_device": None,
+        "mpu": mpu,
+    }
+    for variable in _GROUP_VARIABLES:
+        setattr(_groups, variable, values[variable])
+    return binding, mpu
+
+
+def training_autotp() -> None:
+    """AutoTP shards for training (with backward collectives) rather than for inference."""
+    _set_autotp_mode(training=True)
+
+
+def hf_tp_plan(model) -> dict[str, str]:
+    """The model's tensor-parallel plan (pattern -> style), merged from its config, class and instance."""
+    return _get_hf_tp_plan(model) or {}
+
+
+def user_layer_specs(tensor_parallel: dict) -> tuple[list[dict], list[str]] | None:
+    """The user's own partition_config or preset as (layer specs, patterns whose gradient is partial), or None.
+
+    The ``grad_allreduce`` flag is taken out of the specs: it would install AutoTP's per-parameter hook, and the family
+    table decides these gradients here.
+    """
+    parsed = get_tensor_parallel_config({"tensor_parallel": tensor_parallel}).get_partition_config_object()
+    if parsed is None:
+        return None
+    specs, partial = [], []
+    for spec in parsed.layer_specs:
+        if spec.grad_allreduce:
+            partial += spec.patterns
+        specs.append(
+            {
+                "patterns": spec.patterns,
+                "partition_type": spec.partition_type.value,
+                "shape": spec.shape,
+                "partition_dim": spec.partition_dim,
+                "model_types": spec.model_types,
+                "gather_output": spec.gather_output,
+            }
+        )
+    return specs, partial

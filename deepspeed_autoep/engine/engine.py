@@ -1,0 +1,213 @@
+"""The engine: DeepSpeed's, with expert parallelism, the family table and the exact norm in its seams.
+
+What is overridden, in the order in which DeepSpeed calls it: convert experts (before AutoTP cuts the dense layers), mark
+partial gradients (after), split parameter groups and swap the optimizer's class, reduce gradients (ZeRO-0), step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from deepspeed_autoep import compat
+from deepspeed_autoep.config import FoldingConfig
+from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper
+from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer
+from deepspeed_autoep.engine.zero import fold_zero_optimizer
+from deepspeed_autoep.errors import UnsupportedError
+from deepspeed_autoep.folding.families import (
+    clear_autoep_folding_gradient_corrected,
+    is_autoep_folding_gradient_corrected,
+    mark_tp_partial_parameter,
+    resolve_family,
+    set_autoep_folding_gradient_corrected,
+)
+from deepspeed_autoep.folding.groups import FoldingGroupHandles
+from deepspeed_autoep.gradients.norms import global_gradient_norm
+from deepspeed_autoep.gradients.reducer import TPGradientReducer
+from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
+from deepspeed_autoep.moe.discovery import ExpertsSite
+from deepspeed_autoep.moe.lane_check import assert_lanes_agree
+from deepspeed_autoep.moe.layer import convert_experts
+from deepspeed_autoep.tensor_parallel import PartitionPlan
+
+# Forwards whose samples are compared over the lanes of each TP group, without validate_folding_routing.
+INPUT_CHECKS = 2
+_NO_CHECKPOINT = (
+    "{} does not know folded models yet: DeepSpeed's files would hold one rank's experts in the place of all. "
+    "deepspeed_autoep.consolidated_state_dict(engine) gathers the whole model on rank 0, for save_pretrained(state_dict=...)"
+)
+
+
+@dataclass
+class EngineSetup:
+    """What initialize() has decided before the engine is built."""
+
+    config: FoldingConfig
+    handles: FoldingGroupHandles
+    sites: list[ExpertsSite]
+    plan: PartitionPlan
+    binding: compat.GroupBinding
+    contiguous_gradients: bool
+
+
+class AutoEPEngine(DeepSpeedEngine):
+    """A DeepSpeedEngine whose model is folded. Built by :func:`deepspeed_autoep.initialize`."""
+
+    def __init__(self, *args, autoep: EngineSetup, **kwargs) -> None:
+        self.autoep = autoep
+        self.autoep_families: dict[torch.nn.Parameter, ParameterInfo] = {}
+        self._autoep_input_checks = INPUT_CHECKS
+        super().__init__(*args, **kwargs)
+
+    # Building
+
+    def _configure_expert_parallel(self, model, collect_sources=None):
+        for site in self.autoep.sites:
+            convert_experts(
+                site,
+                self.autoep.handles,
+                backend=self.autoep.config.expert_backend,
+                validate_routing=self.autoep.config.expert.validate_folding_routing,
+            )
+        return compat.ReplacementSourceMap()
+
+    def _configure_tensor_parallel(self, model, tp_config):
+        sources = super()._configure_tensor_parallel(model, tp_config)
+        # DeepSpeed's own sample check raises on the ranks of one TP group only and leaves the others waiting.
+        self.first_dataloader_check.remove()
+        for name, parameter in model.named_parameters():
+            if self.autoep.plan.is_partial(name):
+                mark_tp_partial_parameter(parameter)
+        return sources
+
+    def _configure_distributed_model(self, model):
+        super()._configure_distributed_model(model)
+        spec = self.autoep.handles.spec
+        trainable = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self.autoep_families = {
+            parameter: ParameterInfo(index, name, resolve_family(parameter, spec, name))
+            for index, (name, parameter) in enumerate(trainable)
+        }
+        self.num_experts = [site.layout.num_experts for site in self.autoep.sites]
+        # DeepSpeed asks this to decide on expert groups; without trainable experts there are none.
+        self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())
+
+    def _configure_optimizer(self, client_optimizer, model_parameters):
+        name = self.autoep.handles.ep_group_name
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            split_optimizer(client_optimizer, self.autoep_families, name)
+        else:
+            model_parameters = split_groups(as_groups(model_parameters), self.autoep_families, name)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+        if is_half_wrapper(self.optimizer):
+            fold_half_optimizer(self.optimizer, self.autoep.handles, self.autoep_families)
+        elif not isinstance(self.optimizer, torch.optim.Optimizer):
+            fold_zero_optimizer(
+                self.optimizer, self.autoep.handles, self.autoep_families, self.autoep.contiguous_gradients
+            )
+        self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()))
+
+    def _configure_bf16_optimizer(self, optimizer):
+        """bf16 parameters with fp32 gradient accumulation under ZeRO-1: the ZeRO optimizer does that too."""
+        return self._configure_zero_optimizer(optimizer)
+
+    def zero_contiguous_gradients(self):
+        """True while DeepSpeed builds ZeRO-2 (it asserts so for MoE); the optimizer then gets the user's value."""
+        return True if self.zero_optimization_stage() == 2 else super().zero_contiguous_gradients()
+
+    # Training
+
+    def forward(self, *inputs, **kwargs):
+        if self._autoep_input_checks or self.autoep.config.expert.validate_folding_routing:
+            self._autoep_input_checks = max(0, self._autoep_input_checks - 1)
+            self._check_samples(inputs, kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    def _check_samples(self, inputs, kwargs) -> None:
+        handles = self.autoep.handles
+        if handles.spec.tp_size > 1:
+            tensors = [tensor.to(self.device) for tensor in _tensors((inputs, kwargs))]
+            assert_lanes_agree(
+                "samples",
+                tensors,
+                handles.spec,
+                handles.stage_group,
+                "Shard the data by data-parallel rank, not by global rank: engine.dp_world_size and "
+                "engine.data_parallel_group say which (a DistributedSampler needs num_replicas and rank from them).",
+            )
+
+    def buffered_allreduce_fallback(self, grads=None, elements_per_buffer=500000000):
+        """ZeRO-0: reduce over data (dense over DP, experts over EDP, both divided by dp), then the TP rule, once."""
+        if grads is not None:
+            raise UnsupportedError("buffered_allreduce_fallback(grads=...) is for pipeline parallelism, which is not supported")
+        handles, dp = self.autoep.handles, self.autoep.handles.spec.dp_size
+        parameters = [p for p in self.autoep_families if not is_autoep_folding_gradient_corrected(p)]
+        for parameter in parameters:
+            if parameter.grad is None:  # a parameter unused on this rank only must not desert its peers
+                parameter.grad = torch.zeros_like(parameter)
+        for expert, group in ((False, handles.dense_dp_group), (True, handles.edp_group)):
+            members = [p for p in parameters if self.autoep_families[p].family.is_expert == expert]
+            for dtype in sorted({p.grad.dtype for p in members}, key=str):
+                bucket = [p.grad for p in members if p.grad.dtype == dtype]
+                self.allreduce_no_retain(bucket, group, numel_per_bucket=elements_per_buffer, dp_world_size=dp)
+        self._autoep_reducer.correct([self._whole_gradient(parameter) for parameter in parameters])
+        for parameter in parameters:
+            set_autoep_folding_gradient_corrected(parameter)
+
+    def _whole_gradient(self, parameter) -> GradientSlice:
+        return GradientSlice(parameter.grad, self.autoep_families[parameter], shards=1)
+
+    def _take_model_step(self, lr_kwargs):
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            self._clip_or_skip()
+        super()._take_model_step(lr_kwargs)
+        for parameter in self.autoep_families:
+            clear_autoep_folding_gradient_corrected(parameter)
+
+    def _clip_or_skip(self) -> None:
+        """ZeRO-0 in fp32 steps the bare torch optimizer: norm, clipping and the skip of a non-finite step are ours."""
+        slices = [self._whole_gradient(p) for p in self.autoep_families if p.grad is not None]
+        handles = self.autoep.handles
+        norm = global_gradient_norm(slices, handles.spec, handles.stage_group, self.device)
+        self._global_grad_norm = norm.value if norm.is_finite else float("inf")
+        # DeepSpeed counts a skipped step, and holds the schedule, by this attribute of its wrappers.
+        self.optimizer.overflow = not norm.is_finite
+        if not norm.is_finite:
+            self.zero_grad()  # a torch optimizer leaves parameters without a gradient alone
+        elif (factor := norm.clip_factor(self.gradient_clipping())) < 1.0:
+            torch._foreach_mul_([piece.gradient for piece in slices], factor)
+
+    def clip_fp32_gradients(self):
+        """Done in :meth:`_clip_or_skip`, with the norm that counts every element once."""
+
+    # Saving
+
+    def save_checkpoint(self, *args, **kwargs):
+        raise UnsupportedError(_NO_CHECKPOINT.format("save_checkpoint"))
+
+    def load_checkpoint(self, *args, **kwargs):
+        raise UnsupportedError(_NO_CHECKPOINT.format("load_checkpoint"))
+
+    def save_16bit_model(self, *args, **kwargs):
+        raise UnsupportedError(_NO_CHECKPOINT.format("save_16bit_model"))
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; also gives DeepSpeed's group registry back its former content."""
+        super().destroy()
+        self.autoep.binding.restore()
+
+
+def _tensors(structure) -> Iterable[torch.Tensor]:
+    if isinstance(structure, torch.Tensor):
+        yield structure
+    elif isinstance(structure, dict):
+        for key in sorted(structure, key=str):
+            yield from _tensors(structure[key])
+    elif isinstance(structure, (list, tuple)):
+        for item in structure:
+            yield from _tensors(item)

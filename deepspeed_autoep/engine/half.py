@@ -1,0 +1,99 @@
+"""ZeRO-0 in fp16 and bf16: DeepSpeed's two wrappers with the exact norm.
+
+Both are built as they are and get a class with another ``step()``. DeepSpeed's own differ from it in three ways: they
+leave experts out of the norm or count replicas, ranks can disagree on an overflow, and the loss scale may grow between
+the backward pass and the unscaling of its gradients. Gradients arrive reduced over data and corrected over TP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deepspeed_autoep.compat import FP16_Optimizer, FP16_UnfusedOptimizer
+from deepspeed_autoep.errors import UnsupportedError
+from deepspeed_autoep.folding.groups import FoldingGroupHandles
+from deepspeed_autoep.gradients.norms import global_gradient_norm
+from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
+
+
+class _FoldedHalfOptimizer:
+    """``step()`` for both wrappers; the two hooks say where the fp32 masters are."""
+
+    autoep_handles: FoldingGroupHandles
+    autoep_families: Mapping[torch.nn.Parameter, ParameterInfo]
+
+    def step(self, closure=None):
+        slices = [
+            GradientSlice(parameter.grad, self.autoep_families[parameter], shards=1)
+            for group in self.fp16_groups
+            for parameter in group
+            if parameter.grad is not None
+        ]
+        device = self.fp16_groups[0][0].device
+        norm = global_gradient_norm(slices, self.autoep_handles.spec, self.autoep_handles.stage_group, device)
+        self.overflow = not norm.is_finite
+        if self.overflow:
+            return self._skip_invalid_grad_norm()
+
+        scale = self.loss_scale_config.cur_scale  # the one the backward pass used
+        self._global_grad_norm = norm.value / scale
+        clip = norm.value / scale + 1e-6
+        factor = (self.clip_grad / clip if 0 < self.clip_grad < clip else 1.0) / scale
+        self._autoep_fill_masters(factor)
+        self.optimizer.step()
+        self._autoep_publish_masters()
+        self._update_scale(False)
+        return self.overflow
+
+
+class FoldedUnfusedOptimizer(_FoldedHalfOptimizer, FP16_UnfusedOptimizer):
+    """One fp32 master for each parameter."""
+
+    def _autoep_fill_masters(self, factor: float) -> None:
+        for masters, parameters in zip(self.fp32_groups, self.fp16_groups, strict=True):
+            for master, parameter in zip(masters, parameters, strict=True):
+                gradient = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to(master.dtype)
+                master.grad = gradient.mul_(factor) if gradient is not parameter.grad else gradient * factor
+
+    def _autoep_publish_masters(self) -> None:
+        for masters, parameters in zip(self.fp32_groups, self.fp16_groups, strict=True):
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad = None
+                parameter.data.copy_(master.data)
+
+
+class FoldedFusedOptimizer(_FoldedHalfOptimizer, FP16_Optimizer):
+    """One flat fp32 master for each group, for fused Adam."""
+
+    def _autoep_fill_masters(self, factor: float) -> None:
+        for flat, parameters in zip(self.fp32_groups_flat, self.fp16_groups, strict=True):
+            parts = [
+                (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1).to(flat.dtype)
+                for parameter in parameters
+            ]
+            flat.grad = torch.cat(parts).mul_(factor)
+
+    def _autoep_publish_masters(self) -> None:
+        for flat, parameters in zip(self.fp32_groups_flat, self.fp16_groups, strict=True):
+            flat.grad = None
+            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                parameter.data.copy_(part.view(parameter.shape))
+
+
+_FOLDED = {FP16_Optimizer: FoldedFusedOptimizer, FP16_UnfusedOptimizer: FoldedUnfusedOptimizer}
+
+
+def is_half_wrapper(optimizer) -> bool:
+    return type(optimizer) in _FOLDED
+
+
+def fold_half_optimizer(optimizer, handles: FoldingGroupHandles, families: Mapping[torch.nn.Parameter, ParameterInfo]) -> None:
+    """Swap the class of a freshly built fp16/bf16 wrapper. Raises :class:`UnsupportedError` for its legacy modes."""
+    for legacy in ("fused_adam_legacy", "fused_lamb_legacy"):
+        if getattr(optimizer, legacy, False):
+            raise UnsupportedError(f"{legacy}=true is not supported: remove optimizer.legacy_fusion from the configuration")
+    optimizer.__class__ = _FOLDED[type(optimizer)]
+    optimizer.autoep_handles = handles
+    optimizer.autoep_families = families

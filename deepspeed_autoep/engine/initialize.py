@@ -1,0 +1,259 @@
+"""``deepspeed_autoep.initialize``: decide and check everything, on every rank alike, then build the engine."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedConfig, PipelineModule
+from deepspeed import comm as deepspeed_comm
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_autoep import compat
+from deepspeed_autoep.config import (
+    EXPERT_BLOCK,
+    TENSOR_BLOCK,
+    FoldingConfig,
+    check_batch,
+    check_supported,
+    parse_folding_config,
+)
+from deepspeed_autoep.engine.engine import AutoEPEngine, EngineSetup
+from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_random_state
+from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
+from deepspeed_autoep.folding.groups import collectively, create_folding_groups, validate_folding_agreement
+from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec, validate_folding_global
+from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_counts, find_experts
+from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
+
+logger = logging.getLogger("deepspeed_autoep")
+
+# DeepSpeed's own default (deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT).
+_DEFAULT_PORT = 29500
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module = None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    distributed_port: int = _DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn=None,
+    config=None,
+    mesh_param: Any = None,
+    config_params=None,
+):
+    """Build a DeepSpeed engine whose MoE model is folded. Signature and return value of ``deepspeed.initialize``.
+
+    Without ``expert_parallel.enabled`` in the configuration this *is* ``deepspeed.initialize``. With it, the model's
+    experts are spread over ``autoep_size`` ranks and its dense layers cut over ``tensor_parallel.autotp_size``, in
+    place: the model keeps its modules, names and ``Parameter`` objects.
+
+    Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+
+    Raises, on every rank, subclasses of :class:`deepspeed_autoep.errors.AutoEPError`: ``ConfigError``,
+    ``TopologyError``, ``ModelError``, ``FamilyError``, ``UnsupportedError``, and ``RankMismatchError`` when ranks differ.
+    """
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    source = _config_source(args, config, config_params)
+
+    def read():
+        loaded = _load(source)
+        compat.merge_tp_model_init_into_config(loaded, mpu, mesh_param, deepspeed_comm)
+        return loaded, parse_folding_config(loaded)
+
+    loaded, folding = collectively(read)
+    enabled: list = [None] * dist.get_world_size()
+    dist.all_gather_object(enabled, folding is not None)
+    if not any(enabled):
+        return deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    if not all(enabled):
+        validate_folding_agreement(build_folding_spec(world_size=len(enabled), pp_size=1, tp_size=1, ep_size=1), _flat(loaded))
+
+    spec, sites, plan = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
+    validate_folding_agreement(spec, _flat(loaded) | {"model": _model_digest(model)})
+    for note in folding.notes:
+        if dist.get_rank() == 0:
+            logger.warning(note)
+
+    handles = create_folding_groups(spec)
+    device = torch.device(get_accelerator().current_device_name())
+    changed = synchronize_model(model, handles, device)
+    if changed and dist.get_rank() == 0:
+        logger.warning("%d tensors differed between ranks and were taken from rank 0, first %r", len(changed), changed[0])
+    synchronize_random_state(handles, device)
+
+    engine_config = _engine_config(loaded, folding, plan)
+    binding, engine_mpu = compat.bind_groups(handles)
+    zero = loaded.get("zero_optimization", {})
+    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)))
+    try:
+        engine = _build(
+            setup,
+            engine_config,
+            args=_without_config(args),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=engine_mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+        )
+    except BaseException:
+        binding.restore()
+        raise
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _build(setup: EngineSetup, config: dict, *, mpu, **arguments) -> AutoEPEngine:
+    """What deepspeed.initialize does around its engine, with ours."""
+    compat.shutdown_init_context()
+    try:
+        if setup.handles.spec.tp_size > 1:
+            compat.training_autotp()
+        parsed = DeepSpeedConfig(config, mpu)
+        compat.set_optimizer_flags(parsed, arguments["model"])
+        engine = AutoEPEngine(autoep=setup, mpu=mpu, config=config, config_class=parsed, **arguments)
+    finally:
+        compat.restore_init_context()
+    engine._configure_python_gc()
+    return engine
+
+
+def _config_source(args, config, config_params):
+    source = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is not None and source is not None:
+        raise ConfigError("the configuration is given twice: by args.deepspeed_config and by config. Give one")
+    source = from_args if from_args is not None else source
+    if source is None:
+        raise ConfigError("no configuration: give config (a dict or a path), or --deepspeed_config on the command line")
+    return source
+
+
+def _load(source) -> dict:
+    if isinstance(source, dict):
+        return copy.deepcopy(source)
+    if isinstance(source, str | os.PathLike) and os.path.exists(source):
+        try:
+            return compat.load_ds_config(str(source))
+        except ValueError as error:
+            raise ConfigError(f"{source} is not a valid JSON configuration: {error}") from None
+    raise ConfigError(f"config={source!r}: legal are a dict or the path of an existing JSON file")
+
+
+def _without_config(args):
+    """The engine refuses a configuration in both places; ours is the rewritten one."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None
+    return args
+
+
+def _decide(
+    loaded: dict, folding: FoldingConfig, model, mpu, mesh_param
+) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan]:
+    """Every check that needs one rank only. No collective, nothing changed."""
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, PipelineModule):
+        raise UnsupportedError(f"pipeline parallelism (PipelineModule) is not supported with {EXPERT_BLOCK}: pass the plain model")
+    if mpu is not None:
+        raise UnsupportedError(
+            f"mpu={type(mpu).__name__} is not supported with {EXPERT_BLOCK}: the topology comes from "
+            f"{TENSOR_BLOCK}.autotp_size and {EXPERT_BLOCK}.autoep_size; pass mpu=None"
+        )
+    if mesh_param is not None:
+        raise UnsupportedError(f"mesh_param={mesh_param!r} is not supported with {EXPERT_BLOCK}: sequence parallelism is not; pass None")
+    check_supported(loaded)
+    spec = build_folding_spec(
+        world_size=dist.get_world_size(),
+        pp_size=1,
+        tp_size=folding.tp_size,
+        ep_size=folding.expert.autoep_size,
+        etp_size=folding.expert.expert_tensor_parallel_size,
+    )
+    validate_folding_global(spec, zero_stage=loaded.get("zero_optimization", {}).get("stage", 0))
+    check_batch(loaded, spec.tp_size, spec.world_size)
+
+    if any(getattr(module, "_is_autoep_layer", False) for module in model.modules()):
+        raise ModelError("the model is folded already: build a fresh one for another engine")
+    on_meta = next((name for name, tensor in model.named_parameters() if tensor.device.type == "meta"), None)
+    if on_meta is not None:
+        raise UnsupportedError(f"parameter {on_meta!r} is on the meta device: materialise the model before initialize")
+    sites = find_experts(model)
+    check_expert_counts(sites, spec.ep_size)
+    plan = PartitionPlan()
+    if spec.tp_size > 1:
+        plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
+    return spec, sites, plan
+
+
+def _engine_config(loaded: dict, folding: FoldingConfig, plan: PartitionPlan) -> dict:
+    """The configuration that DeepSpeed's own code sees: its AutoEP off, AutoTP told what to cut."""
+    config = copy.deepcopy(loaded)
+    config[EXPERT_BLOCK] = {"enabled": False}
+    if folding.tp_size > 1:
+        block = config[TENSOR_BLOCK]
+        block.pop("preset_model", None)
+        block["partition_config"] = plan.as_partition_config()
+    if _bf16_with_fp32_accumulation(config) and config.get("zero_optimization", {}).get("stage", 0) == 0:
+        # DeepSpeed has no unsharded optimizer for this mix; ZeRO-1 computes the same update from the same gradients.
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": 1}
+        if dist.get_rank() == 0:
+            logger.warning("bf16 with fp32 gradient accumulation and zero_optimization.stage=0 runs as stage 1")
+    return config
+
+
+def _bf16_with_fp32_accumulation(config: dict) -> bool:
+    block = config.get("bf16", config.get("bfloat16", {}))
+    accumulation = config.get("data_types", {}).get("grad_accum_dtype")
+    return bool(block.get("enabled")) and accumulation in ("fp32", "float32", "float")
+
+
+def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots, for comparing the ranks' configurations."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = repr(value)
+    return flat
+
+
+def _model_digest(model: torch.nn.Module) -> str:
+    """Names, shapes and dtypes of the parameters: ranks with different models would meet in mismatched collectives."""
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    return f"{type(model).__name__} {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"

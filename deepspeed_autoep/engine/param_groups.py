@@ -1,0 +1,86 @@
+"""Split optimizer parameter groups by where their gradients are reduced, keeping order and every option.
+
+ZeRO partitions a group over one process group, so experts (EDP) need groups of their own; and replicated parameters
+get theirs so that their partitions line up over the lanes of a TP group, whatever the sizes of the TP shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from deepspeed_autoep.errors import ModelError
+from deepspeed_autoep.folding.families import GradientFamily
+from deepspeed_autoep.gradients.slices import ParameterInfo
+
+Families = Mapping[torch.nn.Parameter, ParameterInfo]
+
+_ORIGIN_KEY = "autoep_origin"  # index of the user's group that a split group came from
+
+
+def _kind(family: GradientFamily) -> str:
+    if family.is_expert:
+        return "expert"
+    return "replicated" if family.meets_tp_peers else "tp_sharded"
+
+
+def as_groups(model_parameters: Iterable) -> list[dict]:
+    """Parameters or parameter groups, as ``torch.optim`` takes them -> list of groups (copied, tensors shared).
+
+    As there, items may be tensors, ``(name, tensor)`` pairs or dictionaries.
+    """
+    items = list(model_parameters)
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _as_list(group["params"])} for group in items]
+    return [{"params": items}] if items else []
+
+
+def _as_list(params) -> list:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def split_groups(groups: list[dict], families: Families, expert_group_name: str) -> list[dict]:
+    """Split every group into at most three: TP shards, replicated, experts (marked as DeepSpeed's MoE groups).
+
+    Frozen parameters leave the groups (they have no gradient rule); a group without trainable parameters goes.
+    Raises :class:`ModelError` for parameters that the model does not have: they would train in vain.
+    """
+    result: list[dict] = []
+    for origin, group in enumerate(groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        split: dict[str, list] = {"tp_sharded": [], "replicated": [], "expert": []}
+        names: dict[str, list] = {kind: [] for kind in split}
+        for position, item in enumerate(group["params"]):
+            parameter = item[1] if isinstance(item, tuple) else item
+            info = families.get(parameter)
+            if info is None and parameter.requires_grad:
+                raise ModelError(
+                    f"the optimizer's parameter group {origin} holds a parameter of shape {list(parameter.shape)} that the "
+                    "model does not have: build the optimizer on model.parameters() of the model given to initialize"
+                )
+            if info is not None:
+                kind = _kind(info.family)
+                split[kind].append(parameter)
+                names[kind] += group["param_names"][position : position + 1] if "param_names" in group else []
+        for kind, parameters in split.items():
+            if parameters:
+                made = {**options, "params": parameters, _ORIGIN_KEY: origin}
+                if names[kind]:
+                    made["param_names"] = names[kind]
+                if kind == "expert":
+                    made |= {"moe": True, "name": expert_group_name}
+                else:
+                    made["name"] = f"{options.get('name', f'group{origin}')}-{kind}"
+                result.append(made)
+    return result
+
+
+def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert_group_name: str) -> None:
+    """Split the groups of a client's optimizer in place. Its tensors are the model's own: experts are cut in place."""
+    if any(state for state in optimizer.state.values()):
+        raise ModelError(
+            "the client optimizer has already taken steps: its state has the shapes of the whole model. Pass a fresh "
+            "optimizer, or declare it in the DeepSpeed configuration"
+        )
+    optimizer.param_groups[:] = split_groups(optimizer.param_groups, families, expert_group_name)

@@ -1,0 +1,14 @@
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.unit.pool import close_pools
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _pools():
+    yield
+    close_pools()

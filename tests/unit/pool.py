@@ -1,0 +1,136 @@
+"""A pool of Gloo workers that lives as long as the test session: each test is a function sent to it.
+
+Workers are forked from a server that has imported torch, DeepSpeed and transformers once. A worker that fails or runs
+out of time ends its pool (its peers may be in a collective); the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+
+PRELOAD = ["torch", "deepspeed", "transformers", "deepspeed_autoep.engine.initialize", "tests.unit.models"]
+DEFAULT_TIMEOUT = 120.0
+
+
+class WorkerError(AssertionError):
+    """A worker raised: carries its traceback."""
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _serve(rank: int, world: int, port: int, pipe) -> None:
+    os.environ.update(_environment(rank, world, port))
+    import logging
+
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed("gloo", verbose=False)
+    pipe.send(("ok", None))
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        function, arguments = task
+        try:
+            pipe.send(("ok", function(*arguments)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+        gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class WorkerPool:
+    """``world`` processes with one Gloo world."""
+
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.world = world
+        port = _free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        self.alive = True
+        self._collect(DEFAULT_TIMEOUT)
+
+    def run(self, function: Callable, *arguments, timeout: float = DEFAULT_TIMEOUT) -> list:
+        """``function(*arguments)`` on every rank; the results by rank. Raises :class:`WorkerError`."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> list:
+        results: list = [None] * self.world
+        waiting = dict(enumerate(self.pipes))
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise WorkerError(f"ranks {sorted(waiting)} of {self.world} did not finish within {timeout} s")
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    status, value = waiting.pop(rank).recv()
+                except EOFError:
+                    status, value = "error", "the process died"
+                if status == "error":
+                    self.close()
+                    raise WorkerError(f"rank {rank} of {self.world}:\n{value}")
+                results[rank] = value
+        return results
+
+    def close(self) -> None:
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+_POOLS: dict[int, WorkerPool] = {}
+
+
+def run_on(world: int, function: Callable, *arguments, timeout: float = DEFAULT_TIMEOUT) -> list:
+    """Run a module-level function on ``world`` ranks of the session's pool."""
+    pool = _POOLS.get(world)
+    if pool is None or not pool.alive:
+        pool = _POOLS[world] = WorkerPool(world)
+    return pool.run(function, *arguments, timeout=timeout)
+
+
+def close_pools() -> None:
+    for pool in _POOLS.values():
+        pool.close()
+    _POOLS.clear()

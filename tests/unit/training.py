@@ -1,0 +1,141 @@
+"""Run the real engine on a tiny model in the workers, and compare with the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tests.unit.models import OPTIMIZERS, Curve, make_batches, make_model, reference_curve
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. Hashable, so that a failing one can be named."""
+
+    family: str = "mixtral"
+    world: int = 4
+    tp: int = 2
+    ep: int = 2
+    zero: int = 1
+    optimizer: str = "AdamW"
+    aux: bool = False
+    steps: int = 4
+    samples: int = 4
+    length: int = 9
+    clip: float = 0.5
+    dtype: str = "fp32"
+    config: tuple = ()  # extra top-level configuration, as (key, value) pairs
+    zero_config: tuple = ()
+    expert_config: tuple = ()
+    overrides: tuple = ()  # of the model's configuration
+    options: tuple = ()  # of the run: see train()
+
+    def __str__(self) -> str:
+        parts = [self.family, f"w{self.world}", f"tp{self.tp}", f"ep{self.ep}", f"z{self.zero}", self.optimizer, self.dtype]
+        extra = [*self.config, *self.zero_config, *self.expert_config, *self.overrides, *self.options]
+        return "-".join(parts + ["aux"] * self.aux + [f"{key}={value}" for key, value in extra])
+
+
+def ds_config(case: Case) -> dict:
+    dp = case.world // case.tp
+    accumulation = dict(case.config).get("gradient_accumulation_steps", 1)
+    return {
+        "train_micro_batch_size_per_gpu": max(1, case.samples // dp // accumulation),
+        "gradient_clipping": case.clip,
+        "zero_optimization": {"stage": case.zero, **dict(case.zero_config)},
+        "zero_allow_untested_optimizer": True,
+        "expert_parallel": {"enabled": True, "autoep_size": case.ep, **dict(case.expert_config)},
+        "tensor_parallel": {"autotp_size": case.tp},
+        "steps_per_print": 10**9,
+        **({"bf16": {"enabled": True}} if case.dtype == "bf16" else {}),
+        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if case.dtype == "fp16" else {}),
+        **dict(case.config),
+    }
+
+
+def allow_fp16_on_cpu() -> None:
+    """DeepSpeed's CPU accelerator denies fp16; the processor computes it."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float, torch.half, torch.bfloat16]
+
+
+def build_engine(case: Case, model=None):
+    """The engine of a case, on this rank."""
+    import deepspeed_autoep
+
+    if case.dtype == "fp16":
+        allow_fp16_on_cpu()
+    model = model if model is not None else make_model(case.family, aux=case.aux, **dict(case.overrides))
+    kind, options = OPTIMIZERS[case.optimizer]
+    stepper = kind([p for p in model.parameters() if p.requires_grad], **options)
+    engine, *_ = deepspeed_autoep.initialize(model=model, optimizer=stepper, config=ds_config(case))
+    return engine
+
+
+def my_share(batch: torch.Tensor, case: Case) -> torch.Tensor:
+    """The samples of this rank's data-parallel index."""
+    return batch.chunk(case.world // case.tp)[dist.get_rank() // case.tp]
+
+
+def mean_over_data(value: torch.Tensor, engine) -> float:
+    total = value.detach().double().clone()
+    dist.all_reduce(total, group=engine.autoep.handles.dense_dp_group)
+    return (total / engine.autoep.handles.spec.dp_size).item()
+
+
+def train(case: Case) -> Curve | None:
+    """Train; rank 0 returns the curve with the consolidated state. Options: ``checkpointing`` = reentrant | nonreentrant."""
+    import deepspeed_autoep
+
+    options = dict(case.options)
+    engine = build_engine(case)
+    if "checkpointing" in options:
+        engine.module.gradient_checkpointing_enable({"use_reentrant": options["checkpointing"] == "reentrant"})
+    accumulation = engine.gradient_accumulation_steps()
+    curve = Curve()
+    for batch in make_batches(case.steps, case.samples, case.length):
+        total = 0.0
+        for share in my_share(batch, case).chunk(accumulation):
+            loss = engine(input_ids=share, labels=share).loss
+            engine.backward(loss)
+            engine.step()
+            total += mean_over_data(loss, engine) / accumulation
+        curve.losses.append(total)
+        curve.norms.append(float(engine.get_global_grad_norm()))
+    state = deepspeed_autoep.consolidated_state_dict(engine)
+    engine.destroy()
+    if dist.get_rank() == 0:
+        curve.state = state
+        return curve
+    return None
+
+
+def reference_of(case: Case) -> Curve:
+    dp = case.world // case.tp if case.aux else 1
+    return reference_curve(
+        case.family, case.optimizer, case.aux, case.steps, case.samples, case.length, case.clip, dp, case.overrides
+    )
+
+
+def relative(value: float, right: float) -> float:
+    return abs(value - right) / abs(right)
+
+
+def parameter_error(value: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest difference relative to the parameter's largest element."""
+    return ((value.double() - right.double()).abs().max() / right.double().abs().max().clamp_min(1e-12)).item()
+
+
+def worst_errors(curve: Curve, right: Curve) -> dict[str, float]:
+    """Largest relative error of the losses, of the norms and of any parameter."""
+    assert curve.state.keys() == right.state.keys()
+    return {
+        "loss": max(relative(*pair) for pair in zip(curve.losses, right.losses, strict=True)),
+        "norm": max(relative(*pair) for pair in zip(curve.norms, right.norms, strict=True)),
+        "parameter": max(parameter_error(curve.state[name], right.state[name]) for name in right.state),
+    }
