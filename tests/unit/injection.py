@@ -1,0 +1,67 @@
+"""Give an engine chosen gradients: the model's forward becomes a linear function of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_autoep.folding import FAMILY_RULES, GradientFamily
+from tests.unit.training import Case, build_engine
+
+TOKENS = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def injected_engine(case: Case, gradient: Callable[[str, GradientFamily, torch.Tensor], torch.Tensor | float]):
+    """An engine whose backward pass leaves ``gradient(name, family, parameter)`` in every trainable parameter."""
+    engine = build_engine(case)
+
+    def forward(**_):
+        terms = []
+        for parameter, info in engine.autoep_families.items():
+            value = torch.as_tensor(gradient(info.name, info.family, parameter), dtype=parameter.dtype)
+            terms.append((parameter * value.expand_as(parameter)).sum())
+        # A 0-dim bf16/fp16 sum would overflow; its value does not matter, its gradient does.
+        return SimpleNamespace(loss=torch.stack([term.float() for term in terms]).sum())
+
+    engine.module.forward = forward
+    # Lanes are given different gradients on purpose.
+    for owner in (engine._autoep_reducer, getattr(engine.optimizer, "autoep_reducer", None)):
+        if owner is not None:
+            owner.verify_next = False
+    return engine
+
+
+def one_step(engine) -> None:
+    loss = engine(input_ids=TOKENS).loss
+    engine.backward(loss)
+    engine.step()
+
+
+def stage_gradient(value: float, family: GradientFamily, spec) -> float:
+    """What each rank's backward pass must leave for the whole model's gradient to be ``value``: experts come out tp
+    times too large and are divided by dp after a sum over edp ranks; partial ones are a share on each lane."""
+    if family.is_expert:
+        return value * spec.tp_size * spec.dp_size / spec.edp_size
+    return value / spec.tp_size if family is GradientFamily.PARTIAL else value
+
+
+def snapshot(engine) -> dict[str, torch.Tensor]:
+    return {info.name: parameter.detach().clone() for parameter, info in engine.autoep_families.items()}
+
+
+def expected_of_powers(family: GradientFamily, handles) -> float:
+    """Gradient 2**rank on every rank, through the table: written out from the groups' ranks."""
+    spec, rank = handles.spec, dist.get_rank()
+    lanes = {peer: [peer - peer % spec.tp_size + lane for lane in range(spec.tp_size)] for peer in range(spec.world_size)}
+    data = {"dense_dp": handles.dense_dp_ranks, "edp": handles.edp_ranks}[FAMILY_RULES[family].data_group]
+    after_tp = {
+        GradientFamily.TP_SHARDED: lambda peer: 2.0**peer,
+        GradientFamily.REPLICATED: lambda peer: sum(2.0**lane for lane in lanes[peer]) / spec.tp_size,
+        GradientFamily.PARTIAL: lambda peer: sum(2.0**lane for lane in lanes[peer]),
+        GradientFamily.EXPERT: lambda peer: 2.0**peer / spec.tp_size,
+    }[family]
+    assert rank in data
+    return sum(after_tp(peer) for peer in data) / spec.dp_size

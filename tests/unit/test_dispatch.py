@@ -1,0 +1,198 @@
+"""The dispatch against the model's own experts in one process, in fp64: outputs, and gradients of everything."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from deepspeed_autoep.folding import build_folding_spec, create_folding_groups
+from deepspeed_autoep.moe import dispatch
+from deepspeed_autoep.moe.discovery import ExpertsSite, find_experts
+from deepspeed_autoep.moe.dispatch import lane_cut
+from deepspeed_autoep.moe.layer import convert_experts
+from deepspeed_autoep.moe.native import is_native, sort_by_expert, sort_by_expert_reference
+from tests.unit.pool import run_on
+
+EXPERTS, HIDDEN, INNER = 8, 6, 10
+DEAD = (3, 6)  # experts that no token visits
+TOPOLOGIES = {4: [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)], 8: [(2, 4), (2, 8), (4, 4), (4, 8), (8, 2)]}
+TOKENS, TOP_K = (1, 5, 7, 8), (1, 2, 3)
+
+
+def make_experts() -> torch.nn.Module:
+    torch.manual_seed(3)
+    config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
+    config._experts_implementation = "eager"
+    module = MixtralExperts(config).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def make_inputs(tokens: int, top_k: int, data_rank: int):
+    """Hidden states, experts of each token (never a dead one), weights and the gradient from above."""
+    generator = torch.Generator().manual_seed(100 * tokens + 10 * top_k + data_rank)
+    alive = torch.tensor([expert for expert in range(EXPERTS) if expert not in DEAD])
+    index = torch.stack([alive[torch.randperm(len(alive), generator=generator)[:top_k]] for _ in range(tokens)])
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return draw(tokens, HIDDEN), index, draw(tokens, top_k).abs() + 0.1, draw(tokens, HIDDEN)
+
+
+def error(value: torch.Tensor, right: torch.Tensor) -> float:
+    return (value - right).abs().max().item() if right.numel() else 0.0
+
+
+def compare(tp: int, ep: int, backend: str, tokens: int, top_k: int) -> tuple[float, int]:
+    """Worst absolute error on this rank, and the rows that its experts computed."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    handles = create_folding_groups(build_folding_spec(world_size=world, pp_size=1, tp_size=tp, ep_size=ep))
+    data_rank, dp = rank // tp, world // tp
+
+    whole = make_experts()
+    inputs = [make_inputs(tokens, top_k, r) for r in range(dp)]
+    leaves = [(hidden.clone().requires_grad_(), weights.clone().requires_grad_()) for hidden, _, weights, _ in inputs]
+    outputs = [whole(h, index, w) for (h, w), (_, index, _, _) in zip(leaves, inputs, strict=True)]
+    torch.autograd.backward(outputs, [grad for *_, grad in inputs])
+
+    module = make_experts()
+    (site,) = find_experts(torch.nn.ModuleDict({"experts": module}))
+    convert_experts(ExpertsSite("experts", module, site.layout), handles, backend=backend, validate_routing=True)
+    seen = []
+    compute = module._run_local_experts
+    module._run_local_experts = lambda rows, counts: seen.append(rows.shape[0]) or compute(rows, counts)
+    hidden, index, weights, grad = inputs[data_rank]
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    output = module(hidden, index, weights)
+    output.backward(grad)
+
+    first = handles.ep_rank * EXPERTS // ep
+    errors = [
+        error(output, outputs[data_rank]),
+        error(hidden.grad, leaves[data_rank][0].grad),
+        error(weights.grad, leaves[data_rank][1].grad),
+    ]
+    for mine, right in zip(module.parameters(), whole.parameters(), strict=True):
+        total = mine.grad / tp
+        dist.all_reduce(total, group=handles.edp_group)
+        errors.append(error(total, right.grad[first : first + EXPERTS // ep]))
+    dead = [expert - first for expert in DEAD if first <= expert < first + EXPERTS // ep]
+    errors.append(max((module.down_proj.grad[expert].abs().max().item() for expert in dead), default=0.0))
+    return max(errors), seen[0]
+
+
+def sweep(topologies, backend: str):
+    return [
+        (tp, ep, tokens, top_k, *compare(tp, ep, backend, tokens, top_k))
+        for (tp, ep), tokens, top_k in itertools.product(topologies, TOKENS, TOP_K)
+    ]
+
+
+@pytest.mark.parametrize("backend", ["loop", "model"])
+@pytest.mark.parametrize("world", [4, 8])
+def test_equals_one_process(world, backend):
+    results = run_on(world, sweep, TOPOLOGIES[world], backend)
+    assert len(results[0]) == len(TOPOLOGIES[world]) * len(TOKENS) * len(TOP_K)
+    for cases in zip(*results, strict=True):
+        tp, ep, tokens, top_k = cases[0][:4]
+        assert max(case[4] for case in cases) < 1e-12, cases[0][:4]
+        # Trap 3: each assignment is computed once over the stage. A rank without rows computes one padding row.
+        assert sum(case[5] for case in cases if case[5] > 1) <= tokens * top_k * world // tp <= sum(case[5] for case in cases)
+
+
+def sabotaged(name: str) -> float:
+    """The same comparison with one piece of the backward pass left out."""
+    if name == "slice":
+        original, owner = dispatch._gather_columns, "_gather_columns"
+        replacement = lambda parts, cut, group: [  # noqa: E731
+            part * 2 for part in original(parts, cut, group)
+        ]
+    elif name == "weights":
+        original, owner = dispatch._gather_columns, "_gather_columns"
+
+        def replacement(parts, cut, group):
+            first, second = original(parts, cut, group)
+            second = torch.zeros_like(second)
+            second[cut.start : cut.stop] = parts[1]
+            return [first, second]
+
+    else:
+        original, owner = dispatch._exchange, "_exchange"
+        replacement = lambda rows, send, receive, group: original(rows, send, receive, group) * 0.5  # noqa: E731
+    setattr(dispatch, owner, replacement)
+    try:
+        return compare(2, 2, "loop", 8, 2)[0]
+    finally:
+        setattr(dispatch, owner, original)
+
+
+@pytest.mark.parametrize("name", ["slice", "weights", "exchange"])
+def test_comparison_sees_a_fault(name):
+    assert max(run_on(4, sabotaged, name)) > 1e-3
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 7, 8, 100])
+def test_lane_cut_covers_every_token_once(tokens, tp):
+    cuts = [lane_cut(tokens, tp, lane) for lane in range(tp)]
+    assert [token for cut in cuts for token in range(cut.start, cut.stop)] == list(range(tokens))
+    lengths = [cut.stop - cut.start for cut in cuts]
+    assert lengths == sorted(lengths, reverse=True) and max(lengths) <= cuts[0].chunk
+
+
+def misuse() -> str:
+    handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=2, ep_size=2))
+    module = make_experts()
+    (site,) = find_experts(torch.nn.ModuleDict({"experts": module}))
+    convert_experts(ExpertsSite("model.experts", module, site.layout), handles, backend="auto", validate_routing=False)
+    try:
+        module(torch.zeros(4, HIDDEN), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, EXPERTS))
+    except ValueError as caught:
+        return str(caught)
+    return ""
+
+
+def test_unknown_call_is_an_error_that_names_the_module():
+    for message in run_on(4, misuse):
+        assert "model.experts" in message and "[4, 8]" in message
+
+
+def in_place_and_identity():
+    """The output takes in-place operations (blocks that add a shared expert so), and the module stays what it was."""
+    handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=2, ep_size=2))
+    module = make_experts()
+    before = dict(module.named_parameters())
+    (site,) = find_experts(torch.nn.ModuleDict({"experts": module}))
+    convert_experts(ExpertsSite("experts", module, site.layout), handles, backend="auto", validate_routing=False)
+    hidden, index, weights, grad = make_inputs(7, 2, 0)
+    hidden.requires_grad_()
+    out = module(hidden, index, weights)
+    out += hidden
+    out.mul_(2.0)
+    out.backward(grad)
+    same = all(before[name] is parameter for name, parameter in module.named_parameters())
+    return isinstance(module, MixtralExperts), same, tuple(module.gate_up_proj.shape), hidden.grad is not None
+
+
+def test_module_keeps_its_identity_and_output_allows_in_place():
+    for result in run_on(4, in_place_and_identity):
+        assert result == (True, True, (EXPERTS // 2, 2 * INNER, HIDDEN), True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17, 1000])
+def test_sort_by_expert(rows):
+    experts = torch.randint(0, 5, (rows,), generator=torch.Generator().manual_seed(rows))
+    for sort in (sort_by_expert, sort_by_expert_reference):
+        order, inverse, counts = sort(experts, 6)
+        assert order.tolist() == sorted(range(rows), key=lambda row: int(experts[row]))  # Python's sort is stable
+        assert inverse[order].tolist() == list(range(rows))
+        assert counts.tolist() == [int((experts == expert).sum()) for expert in range(6)]
+
+
+@pytest.mark.skipif(not is_native(), reason="the C++ sort was not built")
+@pytest.mark.parametrize("bad", [-1, 6])
+def test_sort_refuses_an_expert_out_of_range(bad):
+    with pytest.raises(IndexError, match=f"row 1 is routed to expert {bad}: legal are 0..5"):
+        sort_by_expert(torch.tensor([0, bad, 2]), 6)
