@@ -14,7 +14,7 @@ from deepspeed import DeepSpeedEngine
 
 from deepspeed_autoep import compat
 from deepspeed_autoep.config import FoldingConfig
-from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper
+from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of
 from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer
 from deepspeed_autoep.engine.zero import fold_zero_optimizer
 from deepspeed_autoep.errors import UnsupportedError
@@ -140,6 +140,17 @@ class AutoEPEngine(DeepSpeedEngine):
                 "Shard the data by data-parallel rank, not by global rank: engine.dp_world_size and "
                 "engine.data_parallel_group say which (a DistributedSampler needs num_replicas and rank from them).",
             )
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """As DeepSpeed's; under ZeRO-0 the fp16 loss scale is applied, which its wrapper divides out of the gradients."""
+        scale = loss_scale_of(self.optimizer)
+        if scale == 1.0:
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return super().backward(loss.float() * scale, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas) / scale
+
+    def scale(self, loss):
+        """As DeepSpeed's, with the fp16 loss scale under ZeRO-0 too."""
+        return super().scale(loss) * loss_scale_of(self.optimizer)
 
     def buffered_allreduce_fallback(self, grads=None, elements_per_buffer=500000000):
         """ZeRO-0: reduce over data (dense over DP, experts over EDP, both divided by dp), then the TP rule, once."""

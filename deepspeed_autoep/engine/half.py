@@ -37,7 +37,7 @@ class _FoldedHalfOptimizer:
         if self.overflow:
             return self._skip_invalid_grad_norm()
 
-        scale = self.loss_scale_config.cur_scale  # the one the backward pass used
+        scale = self.loss_scale  # the one the backward pass used: it may change only after this step
         self._global_grad_norm = norm.value / scale
         clip = norm.value / scale + 1e-6
         factor = (self.clip_grad / clip if 0 < self.clip_grad < clip else 1.0) / scale
@@ -86,7 +86,13 @@ _FOLDED = {FP16_Optimizer: FoldedFusedOptimizer, FP16_UnfusedOptimizer: FoldedUn
 
 
 def is_half_wrapper(optimizer) -> bool:
+    """Whether DeepSpeed built one of its two fp16/bf16 wrappers."""
     return type(optimizer) in _FOLDED
+
+
+def loss_scale_of(optimizer) -> float:
+    """Factor by which the loss must be scaled before backward; DeepSpeed 0.19.8 forgets it under ZeRO-0."""
+    return optimizer.loss_scale if isinstance(optimizer, _FoldedHalfOptimizer) else 1.0
 
 
 def fold_half_optimizer(optimizer, handles: FoldingGroupHandles, families: Mapping[torch.nn.Parameter, ParameterInfo]) -> None:

@@ -50,7 +50,8 @@ def _gather_lanes(local: torch.Tensor, cut: LaneCut, group) -> torch.Tensor:
         padded[: local.shape[0]] = local
     gathered = local.new_empty(dist.get_world_size(group) * cut.chunk, local.shape[1])
     dist.all_gather_into_tensor(gathered, padded, group=group)
-    return gathered[: cut.tokens]
+    # No view may leave an autograd Function: a block that adds to its output in place would be refused.
+    return gathered if gathered.shape[0] == cut.tokens else gathered[: cut.tokens].clone()
 
 
 def _gather_columns(parts: list[torch.Tensor], cut: LaneCut, group) -> list[torch.Tensor]:

@@ -90,7 +90,7 @@ class Curve:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference_curve(
     family: str, optimizer: str, aux: bool, steps: int, samples: int, length: int, clip: float, dp: int, overrides: tuple = ()
 ) -> Curve:
