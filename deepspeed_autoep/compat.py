@@ -14,8 +14,11 @@ from deepspeed.module_inject import set_autotp_mode as _set_autotp_mode
 # Empty map returned by our _configure_expert_parallel: parameters are cut in place, so nothing needs re-pointing. (0.19.8)
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 
+# Its presets by name: an unknown one would be ignored. (0.19.8)
+from deepspeed.module_inject.autotp_config import AutoTPPresets
+
 # AutoTP's sharded layers: to gather their full weights for export. (0.19.8)
-from deepspeed.module_inject.layers import DS_AUTOTP_UC_META, TensorParallel_Layer
+from deepspeed.module_inject.layers import TensorParallel_Layer
 
 # Which of the wrappers an engine built, so that the matching subclass takes its place; exact types only. (0.19.8)
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -34,8 +37,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 # Process-global group registry that the engine, AutoTP and ZeRO read while they are built. (0.19.8)
 from deepspeed.utils import groups as _groups
 
+from deepspeed_autoep.errors import ConfigError
+
 __all__ = [
-    "DS_AUTOTP_UC_META",
     "DeepSpeedZeroOptimizer",
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
@@ -127,9 +131,16 @@ def user_layer_specs(tensor_parallel: dict) -> tuple[list[dict], list[str]] | No
     """The user's own partition_config or preset as (layer specs, patterns whose gradient is partial), or None.
 
     The ``grad_allreduce`` flag is taken out of the specs: it would install AutoTP's per-parameter hook, and the family
-    table decides these gradients here.
+    table decides these gradients here. Raises :class:`ConfigError` for what DeepSpeed cannot parse.
     """
-    parsed = get_tensor_parallel_config({"tensor_parallel": tensor_parallel}).get_partition_config_object()
+    preset = tensor_parallel.get("preset_model")
+    if preset is not None and AutoTPPresets.get_preset(preset) is None:
+        known = sorted(name for name in vars(AutoTPPresets) if not name.startswith("_") and AutoTPPresets.get_preset(name))
+        raise ConfigError(f"tensor_parallel.preset_model={preset!r}: legal are {', '.join(known)}")
+    try:
+        parsed = get_tensor_parallel_config({"tensor_parallel": tensor_parallel}).get_partition_config_object()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"tensor_parallel.partition_config (or another tensor_parallel key) is refused: {error}") from None
     if parsed is None:
         return None
     specs, partial = [], []

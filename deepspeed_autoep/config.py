@@ -97,8 +97,6 @@ class FoldingConfig(BaseModel):
 
     expert: ExpertParallelConfig
     tp_size: int
-    partition_config: dict[str, Any] | None
-    tp_preset: str | None
     notes: tuple[str, ...] = ()  # keys that were accepted and have no effect, with the reason
 
     @property
@@ -119,7 +117,10 @@ def _unknown_key(path: str, key: str, legal: Iterable[str]) -> ConfigError:
 
 
 def _block(config: dict, name: str) -> dict:
-    block = config.get(name, {})
+    """A nested object of the configuration; absent and null are empty, as in DeepSpeed."""
+    block = config.get(name)
+    if block is None:
+        return {}
     if not isinstance(block, dict):
         raise ConfigError(f"{name} must be an object of keys and values, got {block!r}")
     return block
@@ -127,9 +128,10 @@ def _block(config: dict, name: str) -> dict:
 
 def _check_block_names(config: dict) -> None:
     """A misspelt block name would be ignored by DeepSpeed, and the run would train without it."""
+    blocks = (EXPERT_BLOCK, TENSOR_BLOCK)
     for key in config:
-        for legal in (EXPERT_BLOCK, TENSOR_BLOCK):
-            if key != legal and legal not in config and difflib.SequenceMatcher(None, str(key), legal).ratio() > 0.85:
+        for legal in blocks:
+            if key not in blocks and difflib.SequenceMatcher(None, str(key), legal).ratio() > 0.85:
                 raise ConfigError(f"unknown key {key!r}: did you mean {legal!r}?")
 
 
@@ -165,6 +167,9 @@ def _parse_tensor_block(block: dict) -> int:
     size = block.get("autotp_size", 0)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ConfigError(f"{TENSOR_BLOCK}.autotp_size={size!r}: legal are whole numbers from 0 (off)")
+    for key, kind, words in (("partition_config", dict, "an object"), ("preset_model", str, "a name")):
+        if not isinstance(block.get(key), kind | None):
+            raise ConfigError(f"{TENSOR_BLOCK}.{key}={block[key]!r}: legal are {words} or null")
     if block.get("vocab_parallel_lm_head"):
         raise UnsupportedError(
             f"{TENSOR_BLOCK}.vocab_parallel_lm_head=true is not supported with {EXPERT_BLOCK}: remove it "
@@ -182,8 +187,7 @@ def parse_folding_config(config: dict) -> FoldingConfig | None:
     expert, notes = _parse_expert_block(_block(config, EXPERT_BLOCK))
     if not expert.enabled:
         return None
-    block = _block(config, TENSOR_BLOCK)
-    tp_size = _parse_tensor_block(block)
+    tp_size = _parse_tensor_block(_block(config, TENSOR_BLOCK))
     if expert.expert_tensor_parallel_size > 1:
         raise UnsupportedError(
             f"{EXPERT_BLOCK}.expert_tensor_parallel_size={expert.expert_tensor_parallel_size} is not supported yet: "
@@ -192,8 +196,6 @@ def parse_folding_config(config: dict) -> FoldingConfig | None:
     return FoldingConfig(
         expert=expert,
         tp_size=tp_size,
-        partition_config=block.get("partition_config"),
-        tp_preset=block.get("preset_model"),
         notes=notes,
     )
 
@@ -210,7 +212,15 @@ _NON_ELEMENTWISE = {
 
 
 def _enabled(value: Any) -> bool:
-    return bool(value.get("enabled", True)) if isinstance(value, dict) else bool(value)
+    """Whether a block such as ``amp`` is on: each is off until its ``enabled`` says otherwise."""
+    return bool(value.get("enabled", False)) if isinstance(value, dict) else bool(value)
+
+
+def _device(zero: dict, key: str) -> Any:
+    block = zero.get(key)
+    if not isinstance(block, dict | None):
+        raise ConfigError(f"zero_optimization.{key}={block!r}: legal are an object or null")
+    return (block or {}).get("device")
 
 
 def check_supported(config: dict) -> None:
@@ -224,7 +234,7 @@ def check_supported(config: dict) -> None:
     if stage not in (0, 1, 2):
         refuse("zero_optimization.stage", stage, "use stage 0, 1 or 2 (stage 2 shards gradients and optimizer state)")
     for key in ("offload_optimizer", "offload_param"):
-        device = (zero.get(key) or {}).get("device", "none")
+        device = _device(zero, key)
         if device not in (None, "none"):
             refuse(f"zero_optimization.{key}.device", device, "remove it; a larger data-parallel size shrinks the state per rank")
     for key in ("cpu_offload", "zenflow", "zero_quantized_gradients", "zero_quantized_weights"):
@@ -232,7 +242,7 @@ def check_supported(config: dict) -> None:
             refuse(f"zero_optimization.{key}", zero[key], "remove it")
     if not zero.get("reduce_scatter", True):
         refuse("zero_optimization.reduce_scatter", False, "set it to true: the other path averages experts over the wrong ranks")
-    if config.get("sequence_parallel_size", 1) > 1:
+    if config.get("sequence_parallel_size") not in (None, 1):
         refuse("sequence_parallel_size", config["sequence_parallel_size"], "use tensor_parallel.autotp_size for long sequences")
     if config.get("use_data_before_expert_parallel_"):
         refuse("use_data_before_expert_parallel_", True, "set it to false: EP groups are consecutive ranks")
@@ -247,16 +257,25 @@ def check_supported(config: dict) -> None:
 
 
 def check_batch(config: dict, tp_size: int, world_size: int) -> None:
-    """``train_batch_size = micro_batch * accumulation * dp`` with ``dp = world / tp``. Raises :class:`ConfigError`."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    sizes = [config.get(key) for key in keys]
-    if any(not isinstance(size, int) for size in sizes):
-        return  # DeepSpeed derives what is missing
+    """``train_batch_size = micro_batch * accumulation * dp`` with ``dp = world / tp``; missing ones must be derivable.
+
+    Raises :class:`ConfigError`.
+    """
+    total = config.get("train_batch_size")
+    parts = {key: config.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
     dp = world_size // tp_size
-    total, micro, steps = sizes
-    if total != micro * steps * dp:
+    if total is None and parts["train_micro_batch_size_per_gpu"] is None:
+        raise ConfigError("give train_batch_size or train_micro_batch_size_per_gpu: both are missing")
+    if not isinstance(total, int) or any(not isinstance(size, int | None) for size in parts.values()):
+        return  # nothing to compare, or a type that DeepSpeed reports
+    known = {key: size for key, size in parts.items() if size is not None}
+    product = dp
+    for size in known.values():
+        product *= size
+    if product == 0 or (total != product if len(known) == len(parts) else total % product):
+        relation = "equal" if len(known) == len(parts) else "be a multiple of"
         raise ConfigError(
-            f"train_batch_size={total} must equal train_micro_batch_size_per_gpu * gradient_accumulation_steps * dp = "
-            f"{micro} * {steps} * {dp} = {micro * steps * dp}, where dp = world / {TENSOR_BLOCK}.autotp_size = "
-            f"{world_size} / {tp_size}; remove train_batch_size to let it be derived"
+            f"train_batch_size={total} must {relation} {' * '.join([*known, 'dp'])} = "
+            f"{' * '.join(str(size) for size in [*known.values(), dp])} = {product}, where dp = world / "
+            f"{TENSOR_BLOCK}.autotp_size = {world_size} / {tp_size}; remove train_batch_size to let it be derived"
         )

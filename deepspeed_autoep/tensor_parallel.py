@@ -120,6 +120,7 @@ def plan_from_model(model: nn.Module, expert_names: list[str], tp_size: int) -> 
             continue
         matched = [name for name in modules if re.match(plan_regex(pattern), name)]
         if not matched:
+            _refuse_bare_parameter(model, pattern, style)
             continue
         cut = _check_style(style.lower(), f"module {matched[0]!r} (pattern {pattern!r})")
         if cut not in (_REPLICATED, _PARTIAL):
@@ -132,6 +133,16 @@ def plan_from_model(model: nn.Module, expert_names: list[str], tp_size: int) -> 
             plan.head_patterns.append(pattern.rsplit(".", 1)[-1])
         plan.layer_specs.append(_layer_spec(pattern, cut))
     return plan
+
+
+def _refuse_bare_parameter(model: nn.Module, pattern: str, style: str) -> None:
+    """AutoTP cuts modules only: a parameter of a sharded module that the plan cuts by itself cannot be left whole."""
+    for name, _ in model.named_parameters():
+        if re.match(plan_regex(pattern), name) and STYLES.get(style.lower()) not in (_REPLICATED, _PARTIAL):
+            raise ModelError(
+                f"parameter {name!r} is cut by itself (style {style!r}) in the model's tp_plan, which is not supported: only "
+                "modules are. Give tensor_parallel.partition_config for this model"
+            )
 
 
 def _is_of_experts(pattern: str, model: nn.Module, expert_names: list[str]) -> bool:
@@ -156,8 +167,15 @@ def make_plan(model: nn.Module, expert_names: list[str], tensor_parallel: dict, 
 def _check_user_specs(model: nn.Module, specs: list[dict], tp_size: int) -> None:
     """Attention heads must divide whoever wrote the plan: uneven shards die in a mismatched collective."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    model_type = str(getattr(model.config, "model_type", "")).lower()
     for name, _ in model.named_parameters():
-        for spec in specs:
-            cut_by_heads = spec["partition_type"] == "column" and not spec["gather_output"]
-            if cut_by_heads and any(re.match(pattern, name) for pattern in spec["patterns"]):
-                _check_heads(name.removesuffix(".weight").removesuffix(".bias"), config, tp_size)
+        spec = next((spec for spec in specs if _applies(spec, name, model_type)), None)
+        if spec is not None and spec["partition_type"] == "column" and not spec["gather_output"]:
+            _check_heads(name.removesuffix(".weight").removesuffix(".bias"), config, tp_size)
+
+
+def _applies(spec: dict, parameter_name: str, model_type: str) -> bool:
+    """As AutoTP decides: the first spec of which this is true is the parameter's."""
+    if spec["model_types"] and model_type not in {str(kind).lower() for kind in spec["model_types"]}:
+        return False
+    return any(re.match(pattern, parameter_name) for pattern in spec["patterns"])

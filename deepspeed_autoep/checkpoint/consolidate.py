@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -22,30 +25,30 @@ def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | N
     full: dict[str, torch.Tensor] = {}
     gathered = _gather_parameters(engine)
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
-        value = gathered.get(tensor, lambda tensor=tensor: tensor.detach())()
+        value = gathered[tensor]() if tensor in gathered else tensor.detach()
         if keep:
             full[name] = value.cpu().clone()
     return full if keep else None
 
 
-def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, object]:
+def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, Callable[[], torch.Tensor]]:
     """Sharded parameter -> a collective that returns its full value."""
-    found: dict[torch.Tensor, object] = {}
+    found: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
     for module in engine.module.modules():
         if isinstance(module, AutoEPMoELayer):
             group = engine.autoep.handles.ep_group
             for parameter in module.parameters(recurse=False):
-                found[parameter] = lambda parameter=parameter: _gather_experts(parameter.detach(), group)
+                found[parameter] = partial(_gather_experts, parameter, group)
         elif isinstance(module, TensorParallel_Layer):
             for parameter in module.parameters(recurse=False):
-                found[parameter] = lambda parameter=parameter, module=module: _gather_tp(module, parameter)
+                found[parameter] = partial(_gather_tp, module, parameter)
     return found
 
 
-def _gather_experts(local: torch.Tensor, group) -> torch.Tensor:
+def _gather_experts(local: torch.nn.Parameter, group) -> torch.Tensor:
     """[E / ep, ...] -> [E, ...]."""
     full = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
-    dist.all_gather_into_tensor(full, local.contiguous(), group=group)
+    dist.all_gather_into_tensor(full, local.detach().contiguous(), group=group)
     return full
 
 

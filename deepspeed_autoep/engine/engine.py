@@ -14,7 +14,7 @@ from deepspeed import DeepSpeedEngine
 
 from deepspeed_autoep import compat
 from deepspeed_autoep.config import FoldingConfig
-from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of
+from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of, without_trial_step
 from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer
 from deepspeed_autoep.engine.zero import fold_zero_optimizer
 from deepspeed_autoep.errors import UnsupportedError
@@ -111,6 +111,10 @@ class AutoEPEngine(DeepSpeedEngine):
                 self.optimizer, self.autoep.handles, self.autoep_families, self.autoep.contiguous_gradients
             )
         self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()))
+
+    def _configure_fp16_optimizer(self, optimizer, low_precision_dtype):
+        with without_trial_step(optimizer):
+            return super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
 
     def _configure_bf16_optimizer(self, optimizer):
         """bf16 parameters with fp32 gradient accumulation under ZeRO-1: the ZeRO optimizer does that too."""

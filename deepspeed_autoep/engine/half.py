@@ -1,13 +1,16 @@
 """ZeRO-0 in fp16 and bf16: DeepSpeed's two wrappers with the exact norm.
 
-Both are built as they are and get a class with another ``step()``. DeepSpeed's own differ from it in three ways: they
-leave experts out of the norm or count replicas, ranks can disagree on an overflow, and the loss scale may grow between
-the backward pass and the unscaling of its gradients. Gradients arrive reduced over data and corrected over TP.
+Both are built as they are, but for one thing, and get a class with another ``step()``. DeepSpeed's own differ from it in
+four ways: they leave experts out of the norm or count replicas, ranks can disagree on an overflow, the loss scale may
+grow between the backward pass and the unscaling of its gradients, and their construction takes an optimizer step, which
+applies weight decay and leaves Adam's bias correction one step ahead. Gradients arrive reduced over data and corrected
+over TP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -80,6 +83,19 @@ class FoldedFusedOptimizer(_FoldedHalfOptimizer, FP16_Optimizer):
             flat.grad = None
             for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.data.copy_(part.view(parameter.shape))
+
+
+@contextlib.contextmanager
+def without_trial_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While the wrapper around ``optimizer`` is built, its ``step()`` does nothing: state is made at the first real one."""
+    own = optimizer.__dict__.get("step")  # a scheduler made before may have put one on the instance
+    optimizer.step = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if own is not None:
+            optimizer.step = own
 
 
 _FOLDED = {FP16_Optimizer: FoldedFusedOptimizer, FP16_UnfusedOptimizer: FoldedUnfusedOptimizer}

@@ -230,9 +230,6 @@ def test_other_blocks_of_deepspeed_are_not_taken_for_misspellings():
     assert parse(**{name: {} for name in names}) == parse()
 
 
-RAISES_PYDANTICS_OWN = pytest.mark.xfail(strict=True, reason="pydantic's own error comes through")
-
-
 @pytest.mark.parametrize(
     "block, key, value",
     [
@@ -243,8 +240,8 @@ RAISES_PYDANTICS_OWN = pytest.mark.xfail(strict=True, reason="pydantic's own err
         *(("expert_parallel", "use_grouped_mm", value) for value in (0, "no")),
         *(("expert_parallel", "expert_backend", value) for value in ("fast", None)),
         *(("tensor_parallel", "autotp_size", value) for value in (-1, True, 2.0, "2", None)),
-        pytest.param("tensor_parallel", "partition_config", [1], marks=RAISES_PYDANTICS_OWN),
-        pytest.param("tensor_parallel", "preset_model", 3, marks=RAISES_PYDANTICS_OWN),
+        ("tensor_parallel", "partition_config", [1]),
+        ("tensor_parallel", "preset_model", 3),
     ],
 )
 def test_wrong_types_and_ranges_name_key_and_value(block, key, value):
@@ -324,7 +321,6 @@ def test_what_is_exact_is_not_refused(config):
     check_supported(config)
 
 
-@pytest.mark.xfail(strict=True, reason="a block without enabled counts as on, in DeepSpeed as off")
 @pytest.mark.parametrize(
     "config", [{"hybrid_engine": {"max_out_tokens": 512}}, {"torch_autocast": {"dtype": "bfloat16"}}]
 )
@@ -332,7 +328,6 @@ def test_blocks_that_are_off_by_default_are_not_refused(config):
     check_supported(config)
 
 
-@pytest.mark.xfail(strict=True, reason="AttributeError and TypeError come through")
 @pytest.mark.parametrize("path, value", [(f"{ZERO}.offload_optimizer", True), ("sequence_parallel_size", "2")])
 def test_wrong_types_of_stock_keys_name_key_and_value(path, value):
     text = message_of(AutoEPError, check_supported, nested(path, value))
@@ -353,14 +348,19 @@ def batch(*sizes) -> dict:
         ((32, 4, 2), 2, 8),
         ((4, 4, 1), 8, 8),
         ((32, 4, 1), 1, 8),
-        ((7, None, 2), 2, 8),  # what is missing or "auto" is DeepSpeed's to derive
+        ((8, None, 2), 2, 8),
+        ((8, 2, None), 2, 8),
+        ((8, None, None), 2, 8),
         ((None, 4, 2), 2, 8),
-        ((7, "auto", 2), 2, 8),
-        ((None, None, None), 2, 8),
+        ((7, "auto", 2), 2, 8),  # a type that is DeepSpeed's to report
     ],
 )
 def test_batch_sizes_that_agree(sizes, tp, world):
     check_batch(batch(*sizes), tp, world)
+
+
+def test_no_batch_size_at_all_is_an_error():
+    assert "train_micro_batch_size_per_gpu" in message_of(ConfigError, check_batch, {}, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +370,9 @@ def test_batch_sizes_that_agree(sizes, tp, world):
         ((16, 4, 2), 2, 8, "4 * 2 * 4 = 32"),
         ((8, 4, 1), 8, 8, "4 * 1 * 1 = 4"),
         ((8, 4, 1), 1, 8, "4 * 1 * 8 = 32"),
+        ((7, None, 2), 2, 8, "2 * 4 = 8"),
+        ((7, 2, None), 2, 8, "2 * 4 = 8"),
+        ((7, None, None), 2, 8, "dp = 4 = 4"),
     ],
 )
 def test_batch_sizes_that_disagree_show_the_product(sizes, tp, world, product):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ def ds_config(case: Case) -> dict:
         "tensor_parallel": {"autotp_size": case.tp},
         "steps_per_print": 10**9,
         **({"bf16": {"enabled": True}} if case.dtype == "bf16" else {}),
-        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if case.dtype == "fp16" else {}),
+        **({"fp16": {"enabled": True, "initial_scale_power": 12}} if case.dtype == "fp16" else {}),
         **dict(case.config),
     }
 
