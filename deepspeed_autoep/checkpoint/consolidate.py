@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_autoep.compat import TensorParallel_Layer
 from deepspeed_autoep.engine.engine import AutoEPEngine
+from deepspeed_autoep.folding.groups import all_gather_single
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
 
 
@@ -48,7 +49,7 @@ def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, Callable[[], 
 def _gather_experts(local: torch.nn.Parameter, group) -> torch.Tensor:
     """[E / ep, ...] -> [E, ...]."""
     full = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
-    dist.all_gather_into_tensor(full, local.detach().contiguous(), group=group)
+    all_gather_single(full, local.detach().contiguous(), group=group)
     return full
 
 

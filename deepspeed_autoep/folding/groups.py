@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from deepspeed_autoep.errors import AutoEPError, RankMismatchError, TopologyError
+from deepspeed_autoep.errors import RankMismatchError, TopologyError
 from deepspeed_autoep.folding.spec import (
     FoldingGroupTables,
     ParallelFoldingSpec,
@@ -19,6 +19,9 @@ from deepspeed_autoep.folding.spec import (
     first_difference,
     folding_ranks_of,
 )
+
+# torch 2.13 renamed it and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,3 @@ def validate_folding_agreement(spec: ParallelFoldingSpec, settings: dict | None 
                     f"ranks have different configurations: {key} is {mine!r} on rank 0 and {theirs!r} on rank {rank}; "
                     "give every rank the same configuration"
                 )
-
-
-__all__ = [
-    "AutoEPError",
-    "FoldingGroupHandles",
-    "collectively",
-    "create_folding_groups",
-    "validate_folding_agreement",
-]

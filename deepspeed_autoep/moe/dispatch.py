@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from deepspeed_autoep.folding.groups import all_gather_single
 from deepspeed_autoep.moe.experts import RowCounts
 from deepspeed_autoep.moe.native import sort_by_expert
 
@@ -49,7 +50,7 @@ def _gather_lanes(local: torch.Tensor, cut: LaneCut, group) -> torch.Tensor:
         padded = local.new_zeros(cut.chunk, local.shape[1])
         padded[: local.shape[0]] = local
     gathered = local.new_empty(dist.get_world_size(group) * cut.chunk, local.shape[1])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    all_gather_single(gathered, padded, group=group)
     # No view may leave an autograd Function: a block that adds to its output in place would be refused.
     return gathered if gathered.shape[0] == cut.tokens else gathered[: cut.tokens].clone()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_autoep.errors import RankMismatchError
+from deepspeed_autoep.folding.groups import all_gather_single
 from deepspeed_autoep.folding.spec import ParallelFoldingSpec
 
 _INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,7 +36,7 @@ def assert_lanes_agree(what: str, tensors: Sequence[torch.Tensor], spec: Paralle
     """Raise :class:`RankMismatchError` on every rank of the stage if lanes of one TP group differ in ``tensors``."""
     mine = checksum(tensors).reshape(1)
     everyone = mine.new_empty(spec.stage_size)
-    dist.all_gather_into_tensor(everyone, mine, group=stage_group)
+    all_gather_single(everyone, mine, group=stage_group)
     by_group = everyone.view(spec.dp_size, spec.tp_size)
     differing = (by_group != by_group[:, :1]).any(dim=1).nonzero().flatten().tolist()
     if differing:

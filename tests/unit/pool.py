@@ -48,16 +48,15 @@ def _serve(rank: int, world: int, port: int, pipe) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     pipe.send(("ok", None))
     while True:
-        task = pipe.recv()
-        if task is None:
-            break
-        function, arguments = task
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:  # the session ended without closing its pools
+            return
         try:
             pipe.send(("ok", function(*arguments)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
         gc.collect()
-    torch.distributed.destroy_process_group()
 
 
 def _free_port() -> int:
@@ -77,7 +76,7 @@ class WorkerPool:
         self.pipes, self.processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, port, theirs))  # data loaders fork: no daemon
             process.start()
             theirs.close()
             self.pipes.append(mine)

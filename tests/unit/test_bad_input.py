@@ -263,6 +263,7 @@ def test_optimizers_that_cannot_be_taken(what, words):
 
 def without_the_block(config):
     import deepspeed
+
     import deepspeed_autoep
 
     config = {key: value for key, value in BASE.items() if key not in ("expert_parallel", "tensor_parallel")} | config

@@ -289,3 +289,30 @@ def test_two_engines_of_different_topology_in_one_process(zero):
     right = reference_of(first).norms
     for norms in run_on(4, two_engines, first, second):
         assert norms[0] == pytest.approx(right, rel=1e-5) and norms[1] == pytest.approx(right, rel=1e-5)
+
+
+def own_loader(case: Case):
+    """``training_data`` given to initialize: lanes of a TP group read the same samples, groups read different ones."""
+    import deepspeed_autoep
+
+    data = [{"input_ids": row, "labels": row} for row in make_batches(1, 8, 9)[0]]
+    engine, _, loader, _ = deepspeed_autoep.initialize(
+        model=make_model(case.family),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        config=ds_config(case),
+        training_data=data,
+    )
+    seen = []
+    for batch in loader:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        seen += [tuple(row) for row in batch["input_ids"].tolist()]
+    engine.destroy()
+    return seen
+
+
+def test_training_data_is_sharded_by_data_parallel_index():
+    results = run_on(4, own_loader, Case(samples=4))
+    everything = {tuple(row) for row in make_batches(1, 8, 9)[0].tolist()}
+    assert results[0] == results[1] and results[2] == results[3]
+    assert set(results[0]).isdisjoint(results[2]) and set(results[0]) | set(results[2]) == everything

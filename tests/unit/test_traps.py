@@ -100,8 +100,9 @@ def test_tied_embeddings_stay_one_parameter():
 
 def saved_and_loaded(case: Case, folder: str):
     """The consolidated model is an ordinary checkpoint: transformers loads it, with the same weights and the same loss."""
-    import deepspeed_autoep
     from transformers import AutoModelForCausalLM
+
+    import deepspeed_autoep
 
     engine = build_engine(case)
     share = make_batches(1, case.samples, case.length)[0]
