@@ -58,6 +58,18 @@ class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
         value = self.autoep_norm.value if self.autoep_norm.is_finite else -1.0  # DeepSpeed's mark for "not finite"
         return torch.tensor(value, dtype=torch.float32, device=device)
 
+    def allreduce_and_copy_with_multiple_ranks(
+        self, small_bucket, communication_data_type, log=None, divide=True, process_group=None, bucket_ranks=None, output_bucket=None
+    ):
+        """A group of one rank (edp = 1) has nothing to reduce: DeepSpeed would copy its gradients three times over."""
+        group = self.dp_process_group if process_group is None else process_group
+        if dist.get_world_size(group) > 1 or divide:
+            return super().allreduce_and_copy_with_multiple_ranks(
+                small_bucket, communication_data_type, log, divide, process_group, bucket_ranks, output_bucket
+            )
+        for gradient, output in zip(small_bucket, output_bucket or [None] * len(small_bucket), strict=True):
+            self._add_to_grad_partition_buffer(output, gradient)
+
     # contiguous_gradients=false: DeepSpeed averages every gradient over the dense group, experts too.
 
     def buffered_reduce_fallback(self, rank, grads, communication_data_type, elements_per_buffer=500000000, log=None):

@@ -142,39 +142,52 @@ class _Permute(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def _exchange(rows: torch.Tensor, send: list[int], receive: list[int], group) -> torch.Tensor:
-    """All-to-all-v of rows. A rank that receives none gets one zero row, so that its graph is like everybody's."""
-    count = sum(receive)
+@dataclass(frozen=True)
+class Route:
+    """How many rows go to and come from each EP peer (own entry 0), and how many stay: those never enter a collective."""
+
+    send: list[int]  # [ep]
+    receive: list[int]  # [ep]
+    own: int
+
+    def reversed(self) -> Route:
+        return Route(self.receive, self.send, self.own)
+
+
+def _exchange(rows: torch.Tensor, route: Route, group) -> torch.Tensor:
+    """All-to-all-v of rows: peers' rows by rank, then the ones that stay. Own rows are the last of ``rows``, too.
+
+    A rank that ends up without rows gets one zero row, so that its graph is like everybody's.
+    """
+    sent, received = sum(route.send), sum(route.receive)
+    count = received + route.own
     out = rows.new_empty(count, rows.shape[1]) if count else rows.new_zeros(1, rows.shape[1])
-    sent = rows[: sum(send)].contiguous()
-    if dist.get_world_size(group) == 1:
-        out[:count] = sent
-    else:
-        dist.all_to_all_single(out[:count], sent, receive, send, group=group)
+    if dist.get_world_size(group) > 1:
+        dist.all_to_all_single(out[:received], rows[:sent].contiguous(), route.receive, route.send, group=group)
+    out[received:count] = rows[sent : sent + route.own]
     return out
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """Rows over EP: blocks of ``send`` rows to each peer, ``receive`` rows from each. Backward is the reverse."""
+    """Rows over EP. Backward is the reverse."""
 
     @staticmethod
-    def forward(ctx, rows, send: list[int], receive: list[int], group):
-        ctx.send, ctx.receive, ctx.group, ctx.rows = send, receive, group, rows.shape[0]
-        return _exchange(rows, send, receive, group)
+    def forward(ctx, rows, route: Route, group):
+        ctx.route, ctx.group, ctx.rows = route, group, rows.shape[0]
+        return _exchange(rows, route, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        back = _exchange(grad, ctx.receive, ctx.send, ctx.group)
-        return back[: ctx.rows], None, None, None  # without the zero row, if the input had none
+        back = _exchange(grad, ctx.route.reversed(), ctx.group)
+        return back[: ctx.rows], None, None  # without the zero row, if the input had none
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How one lane's rows travel: host split sizes, and the order that sorts received rows by local expert."""
+    """How one lane's rows travel, and the order that sorts received rows by local expert."""
 
-    send: list[int]  # [ep] rows to each EP peer
-    receive: list[int]  # [ep] rows from each EP peer
+    route: Route
     order: torch.Tensor | None  # received rows -> sorted by local expert; None: they arrive sorted (ep = 1)
     inverse: torch.Tensor | None
     counts: RowCounts
@@ -183,7 +196,7 @@ class ExchangePlan:
 @torch.no_grad()
 def plan_exchange(counts: torch.Tensor, group) -> ExchangePlan:
     """``counts`` [E] int64: rows this lane has for each expert. One small all-to-all and one host sync."""
-    ep_size = dist.get_world_size(group)
+    ep_size, me = dist.get_world_size(group), dist.get_rank(group)
     experts = counts.shape[0] // ep_size
     theirs = torch.empty_like(counts)
     if ep_size == 1:
@@ -193,18 +206,31 @@ def plan_exchange(counts: torch.Tensor, group) -> ExchangePlan:
     received = theirs.view(ep_size, experts)  # [source, local expert]
     host = torch.cat([counts.view(ep_size, experts).sum(1), received.sum(1), received.sum(0)]).tolist()
     send, receive, per_expert = host[:ep_size], host[ep_size : 2 * ep_size], host[2 * ep_size :]
+    rows, own = sum(receive), send[me]
+    send[me] = receive[me] = 0
 
     order = inverse = None
-    if sum(receive) == 0:
+    if rows == 0:
         per_expert = [1] + per_expert[1:]  # the zero row of _exchange belongs to local expert 0
         if ep_size > 1:
             order = inverse = torch.zeros(1, dtype=torch.int64, device=counts.device)
     elif ep_size > 1:
+        arrival = torch.cat([received[:me], received[me + 1 :], received[me : me + 1]]).reshape(-1)
         expert_ids = torch.arange(experts, device=counts.device).repeat(ep_size)
-        by_source = expert_ids.repeat_interleave(theirs, output_size=sum(receive))
-        order, inverse, _ = sort_by_expert(by_source, experts)
+        order, inverse, _ = sort_by_expert(expert_ids.repeat_interleave(arrival, output_size=rows), experts)
     offsets = torch.tensor(per_expert, device=counts.device).cumsum(0).to(torch.int32)
-    return ExchangePlan(send, receive, order, inverse, RowCounts(tuple(per_expert), offsets))
+    return ExchangePlan(Route(send, receive, own), order, inverse, RowCounts(tuple(per_expert), offsets))
+
+
+def departure_slots(num_experts: int, ep_size: int, ep_rank: int) -> list[int]:
+    """Position of each expert in the order in which rows leave: peers' experts by rank, then the own ones."""
+    per_rank = num_experts // ep_size
+    first, last = ep_rank * per_rank, (ep_rank + 1) * per_rank
+    leaving = [expert for expert in range(num_experts) if not first <= expert < last] + list(range(first, last))
+    slots = [0] * num_experts
+    for slot, expert in enumerate(leaving):
+        slots[expert] = slot
+    return slots
 
 
 class TokenDispatcher:
@@ -214,6 +240,7 @@ class TokenDispatcher:
         self.num_experts = num_experts
         self.tp_group, self.tp_size, self.lane = tp_group, tp_size, lane
         self.ep_group = ep_group
+        self._slots = torch.tensor(departure_slots(num_experts, dist.get_world_size(ep_group), dist.get_rank(ep_group)))
 
     def __call__(
         self,
@@ -229,16 +256,18 @@ class TokenDispatcher:
             tokens, weights = _SliceTokens.apply(hidden, top_k_weights, cut, self.tp_group)
         index = top_k_index[cut.start : cut.stop]
 
-        order, inverse, counts = sort_by_expert(index.reshape(-1), self.num_experts)
-        plan = plan_exchange(counts, self.ep_group)
+        if self._slots.device != index.device:
+            self._slots = self._slots.to(index.device)
+        order, inverse, slot_counts = sort_by_expert(self._slots[index.reshape(-1)], self.num_experts)
+        plan = plan_exchange(slot_counts[self._slots], self.ep_group)
         rows = _TokensToRows.apply(tokens, order, inverse, index.shape[1])
-        rows = _ExchangeRows.apply(rows, plan.send, plan.receive, self.ep_group)
+        rows = _ExchangeRows.apply(rows, plan.route, self.ep_group)
         if plan.order is not None:
             rows = _Permute.apply(rows, plan.order, plan.inverse)
         rows = run_experts(rows, plan.counts)
         if plan.order is not None:
             rows = _Permute.apply(rows, plan.inverse, plan.order)
-        rows = _ExchangeRows.apply(rows, plan.receive, plan.send, self.ep_group)
+        rows = _ExchangeRows.apply(rows, plan.route.reversed(), self.ep_group)
         combined = self._combine(rows, inverse, order, weights, hidden.dtype)
         return _GatherTokens.apply(combined, cut, self.tp_group) if self.tp_size > 1 else combined
 

@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from deepspeed_autoep.folding import build_folding_spec, create_folding_groups
 from deepspeed_autoep.moe import dispatch
 from deepspeed_autoep.moe.discovery import ExpertsSite, find_experts
-from deepspeed_autoep.moe.dispatch import lane_cut
+from deepspeed_autoep.moe.dispatch import departure_slots, lane_cut
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.moe.native import is_native, sort_by_expert, sort_by_expert_reference
 from tests.unit.pool import run_on
@@ -120,7 +120,7 @@ def sabotaged(name: str) -> float:
 
     else:
         original, owner = dispatch._exchange, "_exchange"
-        replacement = lambda rows, send, receive, group: original(rows, send, receive, group) * 0.5  # noqa: E731
+        replacement = lambda rows, route, group: original(rows, route, group) * 0.5  # noqa: E731
     setattr(dispatch, owner, replacement)
     try:
         return compare(2, 2, "loop", 8, 2)[0]
@@ -140,6 +140,40 @@ def test_lane_cut_covers_every_token_once(tokens, tp):
     assert [token for cut in cuts for token in range(cut.start, cut.stop)] == list(range(tokens))
     lengths = [cut.stop - cut.start for cut in cuts]
     assert lengths == sorted(lengths, reverse=True) and max(lengths) <= cuts[0].chunk
+
+
+@pytest.mark.parametrize(("ep", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+def test_own_experts_leave_last(ep, rank):
+    slots = departure_slots(8, ep, rank)
+    leaving = sorted(range(8), key=slots.__getitem__)
+    own = list(range(rank * 8 // ep, (rank + 1) * 8 // ep))
+    assert leaving[-len(own) :] == own and leaving[: 8 - len(own)] == [e for e in range(8) if e not in own]
+
+
+def rows_sent() -> tuple[int, int, int]:
+    """Rows that enter an all-to-all, rows that this rank keeps, and its lane's rows, in one forward."""
+    handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=2, ep_size=4))
+    module = make_experts()
+    (site,) = find_experts(torch.nn.ModuleDict({"experts": module}))
+    convert_experts(ExpertsSite("experts", module, site.layout), handles, backend="loop", validate_routing=False)
+    hidden, index, weights, _ = make_inputs(8, 2, 0)
+    sent, original = [], dist.all_to_all_single
+    dist.all_to_all_single = lambda out, rows, *rest, **named: sent.append(rows) or original(out, rows, *rest, **named)
+    try:
+        with torch.no_grad():
+            module(hidden, index, weights)
+    finally:
+        dist.all_to_all_single = original
+    lane = dist.get_rank() % 2
+    mine = index[lane * 4 : lane * 4 + 4].flatten()
+    kept = int((mine // 2 == handles.ep_rank).sum())
+    return sum(rows.shape[0] for rows in sent if rows.dim() == 2), kept, len(mine)
+
+
+def test_rows_that_stay_enter_no_collective():
+    results = run_on(4, rows_sent)
+    assert sum(kept for _, kept, _ in results) > 0
+    assert sum(entered for entered, _, _ in results) == 2 * sum(mine - kept for _, kept, mine in results)
 
 
 def misuse() -> str:
