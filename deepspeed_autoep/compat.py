@@ -17,8 +17,9 @@ from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 # Its presets by name: an unknown one would be ignored. (0.19.8)
 from deepspeed.module_inject.autotp_config import AutoTPPresets
 
-# AutoTP's sharded layers: to gather their full weights for export. (0.19.8)
-from deepspeed.module_inject.layers import TensorParallel_Layer
+# AutoTP's sharded layers: the column-parallel one is given a shared entrance (with AutoTP's own gather of outputs), and
+# all of them know how to gather their full weights for export. (0.19.8)
+from deepspeed.module_inject.layers import GatherFromTensorParallelRegion, LinearLayer, TensorParallel_Layer
 
 # Which of the wrappers an engine built, so that the matching subclass takes its place; exact types only. (0.19.8)
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -43,7 +44,9 @@ __all__ = [
     "DeepSpeedZeroOptimizer",
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
+    "GatherFromTensorParallelRegion",
     "GroupBinding",
+    "LinearLayer",
     "ReplacementSourceMap",
     "TensorParallel_Layer",
     "bind_groups",

@@ -14,6 +14,7 @@ from deepspeed import DeepSpeedEngine
 
 from deepspeed_autoep import compat
 from deepspeed_autoep.config import FoldingConfig
+from deepspeed_autoep.engine.column_inputs import share_column_inputs
 from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of, without_trial_step
 from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer
 from deepspeed_autoep.engine.zero import fold_zero_optimizer
@@ -79,6 +80,7 @@ class AutoEPEngine(DeepSpeedEngine):
         sources = super()._configure_tensor_parallel(model, tp_config)
         # DeepSpeed's own sample check raises on the ranks of one TP group only and leaves the others waiting.
         self.first_dataloader_check.remove()
+        share_column_inputs(model, self.autoep.handles.tp_group)
         for name, parameter in model.named_parameters():
             if self.autoep.plan.is_partial(name):
                 mark_tp_partial_parameter(parameter)
