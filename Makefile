@@ -1,0 +1,61 @@
+# Everything runs from a clone with Python, a C++ compiler and make: each target sets up .venv on first use.
+#
+#   make train              train a small Mixtral on four processes (tp 2 x ep 4) and compare it with one process
+#   make test               lint and tests/unit
+#   make test-parity-full   the whole parity matrix, minutes
+#   make test-transformers  parity on each supported transformers release
+#   make bench              time of a training step
+#   make lint               ruff
+#   make setup              .venv only
+#   make clean              remove .venv, build outputs and caches; runs/ stays
+#
+# Options: PYTHON=python3.12, TRAIN_ARGS="--steps 50 --model qwen3_moe".
+# Where the index serves torch with CUDA only, PIP_EXTRA_INDEX_URL can name one that has its CPU build.
+
+PYTHON ?= python3
+TRAIN_ARGS ?=
+RANKS ?= 4
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# DeepSpeed compiles a communication op at first use and looks for ninja on PATH. Compiled during set-up: tests have a
+# time limit. Kept in the venv: two venvs that share a folder would overwrite each other's.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+export DS_ACCELERATOR := cpu
+export OMP_NUM_THREADS := 1
+
+.PHONY: train test test-parity-full test-transformers bench lint setup clean
+
+train: $(STAMP)
+	$(VENV)/bin/deepspeed --quiet --num_accelerators $(RANKS) examples/train.py --deepspeed_config examples/ds_config.json $(TRAIN_ARGS)
+
+test: lint
+	$(PY) -m pytest tests/unit -q
+
+test-parity-full: $(STAMP)
+	$(PY) -m pytest tests/unit -q -m full --override-ini addopts=
+
+test-transformers: $(STAMP)
+	$(PY) -m tests.on_transformers
+
+bench: $(STAMP)
+	$(PY) -m tests.perf.bench_step
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+
+setup: $(STAMP)
+
+# torch first: DeepSpeed's setup.py imports it. No build isolation: it would fetch another, unpinned torch or setuptools.
+$(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt setuptools torch
+	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[test,examples]"
+	$(PY) -c 'from deepspeed.accelerator import get_accelerator as get; get().create_op_builder("ShareMemCommBuilder").load()'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info deepspeed_autoep/_dispatch_plan*.so
+	find deepspeed_autoep examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
