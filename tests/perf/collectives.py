@@ -45,6 +45,7 @@ _MACHINERY = (
     "torch/nn/modules/module.py",
     "deepspeed/comm/",
     "deepspeed/utils/",
+    "typing_extensions",
     "tests/perf/",
 )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
-import io
 import itertools
 import logging
 import os
@@ -132,14 +131,12 @@ def profiled_steps(variant, count: int, rows: int = 20) -> str:
 
             variant.step(mark)
     for phase, profile in profiles.items():
-        text = io.StringIO()
-        stats = pstats.Stats(profile, stream=text).sort_stats("tottime")
-        stats.print_stats(rows)
-        lines = [
-            line.replace(os.sep.join(["site-packages", ""]), "\t").split("\t")[-1]
-            for line in text.getvalue().splitlines()
-        ]
-        parts.append(f"{phase}: {stats.total_tt / count * 1e3:.1f} ms of CPU a step\n" + "\n".join(lines[6:]))
+        stats = pstats.Stats(profile)
+        entries = sorted(stats.stats.items(), key=lambda entry: -entry[1][2])[:rows]
+        parts.append(f"{phase}: {stats.total_tt / count * 1e3:.1f} ms of CPU a step; own ms, calls and function:")
+        for (path, line, function), (_, calls, own, *_) in entries:
+            place = "" if path == "~" else f"{path.split('site-packages/')[-1]}:{line} "
+            parts.append(f"{own / count * 1e3:8.2f} {calls / count:7.0f}  {place}{function}")
     return "\n".join(parts)
 
 
