@@ -110,9 +110,9 @@ class AutoEPEngine(DeepSpeedEngine):
             fold_half_optimizer(self.optimizer, self.autoep.handles, self.autoep_families)
         elif not isinstance(self.optimizer, torch.optim.Optimizer):
             fold_zero_optimizer(
-                self.optimizer, self.autoep.handles, self.autoep_families, self.autoep.contiguous_gradients
+                self.optimizer, self.autoep.handles, self.autoep_families, self.autoep.contiguous_gradients, self.device
             )
-        self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()))
+        self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()), self.device)
 
     def _configure_fp16_optimizer(self, optimizer, low_precision_dtype):
         with without_trial_step(optimizer):

@@ -33,9 +33,11 @@ class TPGradientReducer:
         self,
         handles: FoldingGroupHandles,
         parameters: Sequence[ParameterInfo],
+        device: torch.device,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.handles = handles
+        self.device = device  # of the stage's collectives
         self.parameters = parameters  # of the whole model, in order
         self.bucket_elements = bucket_elements
         self.verify_next = handles.spec.tp_size > 1  # check the classification once, on the first gradients
@@ -47,7 +49,7 @@ class TPGradientReducer:
             return
         self._cancel_expert_factor(slices)
         met = [piece for piece in slices if piece.parameter.family.meets_tp_peers and piece.gradient.numel()]
-        deviation = _LaneDeviation(self.parameters, self.handles) if self.verify_next else None
+        deviation = _LaneDeviation(self.parameters, self.handles, self.device) if self.verify_next else None
         for bucket in _buckets(met, self.bucket_elements):
             self._reduce_bucket(bucket, deviation)
         if deviation is not None:
@@ -96,22 +98,21 @@ class _LaneDeviation:
     small, without a word. The first step's gradients show it.
     """
 
-    def __init__(self, parameters: Sequence[ParameterInfo], handles: FoldingGroupHandles) -> None:
+    def __init__(self, parameters: Sequence[ParameterInfo], handles: FoldingGroupHandles, device: torch.device) -> None:
         self.handles = handles
         self.parameters = parameters
         # Rows: squared deviation over tolerance squared, squared mean. float64 [2, parameters]
-        self.sums = torch.zeros(2, len(parameters), dtype=torch.float64)
+        self.sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
 
     def add(self, parameter: ParameterInfo, own: torch.Tensor, mean: torch.Tensor, dtype: torch.dtype) -> None:
         tolerance = _LANE_TOLERANCE.get(dtype, 1e-2)
-        self.sums[0, parameter.index] += (own - mean).double().square().sum().item() / tolerance**2
-        self.sums[1, parameter.index] += mean.double().square().sum().item()
+        self.sums[0, parameter.index] += (own - mean).double().square().sum() / tolerance**2
+        self.sums[1, parameter.index] += mean.double().square().sum()
 
     def raise_if_any(self) -> None:
         """Collective over the stage; every rank raises the same error or none does."""
-        sums = self.sums.to(_collective_device(self.handles))
-        dist.all_reduce(sums, group=self.handles.stage_group)
-        deviation, mean = sums.cpu()
+        dist.all_reduce(self.sums, group=self.handles.stage_group)
+        deviation, mean = self.sums.cpu()
         # A non-finite gradient is the norm's business (the step is skipped), not evidence of a wrong family.
         floor = _NOISE_FLOOR**2 * mean.nan_to_num(0.0, 0.0, 0.0).max()
         for index, parameter in enumerate(self.parameters):
@@ -122,8 +123,3 @@ class _LaneDeviation:
                     '{"partition_type": "skip", "grad_allreduce": true}), or the lanes were given different samples or '
                     "random states"
                 )
-
-
-def _collective_device(handles: FoldingGroupHandles) -> torch.device:
-    backend = dist.get_backend(handles.stage_group)
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -17,18 +17,30 @@ _INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.in
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio as a signed int64: spreads positions over all bits
 
 
+# Elements hashed at a time: the int64 temporaries are eight bytes an element each.
+_CHUNK = 1 << 22
+
+
 @torch.no_grad()
 def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One int64 over shapes and bits of ``tensors``; order matters. Wraps modulo 2**64."""
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
     for position, tensor in enumerate(tensors):
-        bits = tensor.detach().contiguous().reshape(-1)
-        bits = bits.to(torch.uint8) if bits.dtype == torch.bool else bits.view(_INTEGER_OF_BYTES[bits.element_size()])
-        weights = torch.arange(1, bits.numel() + 1, device=bits.device, dtype=torch.int64) * _MIX
         shape = sum((size + 1) * 31**axis for axis, size in enumerate(tensor.shape))
-        own = ((bits.to(torch.int64) + 1) * (weights | 1)).sum() + shape
-        total = total * 1_000_003 + own.to(device) + position
+        total = total * 1_000_003 + _hash_bits(tensor).to(device) + shape + position
+    return total
+
+
+def _hash_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the elements' bits, each times an odd number that its position decides."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    bits = flat.to(torch.uint8) if flat.dtype == torch.bool else flat.view(_INTEGER_OF_BYTES[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + part.numel(), device=bits.device, dtype=torch.int64) * _MIX
+        total += ((part + 1) * (weights | 1)).sum()
     return total
 
 
