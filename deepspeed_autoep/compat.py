@@ -83,13 +83,18 @@ class GroupBinding:
     """DeepSpeed's registry as it was before an engine was bound to it."""
 
     previous: dict[str, Any]
-    bound_tp_group: object
 
     def restore(self) -> None:
-        """Put the registry back, unless another engine has been bound since."""
-        if _groups._TENSOR_MODEL_PARALLEL_GROUP is self.bound_tp_group:
+        """Put the registry back, unless another engine has been bound since: an engine that is collected late must not
+        pull the groups from under its successor."""
+        global _current_binding
+        if _current_binding is self:
+            _current_binding = None
             for name, value in self.previous.items():
                 setattr(_groups, name, value)
+
+
+_current_binding: GroupBinding | None = None
 
 
 def bind_groups(handles) -> tuple[GroupBinding, object | None]:
@@ -98,7 +103,8 @@ def bind_groups(handles) -> tuple[GroupBinding, object | None]:
     Returns the binding and the ``mpu`` to give to the engine: DeepSpeed's own registry when tp > 1 (without an mpu it
     takes the whole world as data parallel), None otherwise.
     """
-    binding = GroupBinding({name: getattr(_groups, name) for name in _GROUP_VARIABLES}, handles.tp_group)
+    global _current_binding
+    _current_binding = binding = GroupBinding({name: getattr(_groups, name) for name in _GROUP_VARIABLES})
     name = handles.ep_group_name
     folded = handles.spec.tp_size > 1
     mpu = _groups if folded else None

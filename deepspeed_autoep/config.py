@@ -200,11 +200,13 @@ def parse_folding_config(config: dict) -> FoldingConfig | None:
     )
 
 
-# Optimizers whose update of one element depends on other elements of its tensor, or that reduce gradients themselves.
-_NON_ELEMENTWISE = {
+# Optimizers that would not be exact, by a part of their type's name: their update of one element depends on other
+# elements of its tensor, they reduce gradients themselves, or DeepSpeed regroups their parameters.
+_NOT_EXACT = {
     "lamb": "its trust ratio needs the whole tensor, each rank holds a part",
     "muon": "it orthogonalises whole matrices, each rank holds a part",
     "adafactor": "its factored moments need the whole matrix, each rank holds a part",
+    "adagrad": "DeepSpeed rebuilds it over all partitions as one group",
     "onebitadam": "it reduces gradients itself",
     "onebitlamb": "it reduces gradients itself",
     "zerooneadam": "it reduces gradients itself",
@@ -251,9 +253,16 @@ def check_supported(config: dict) -> None:
     for key in ("sparse_gradients", "amp", "torch_autocast", "hybrid_engine"):
         if config.get(key) and _enabled(config[key]):
             refuse(key, config[key], "use bf16 or fp16 instead" if key in ("amp", "torch_autocast") else "remove it")
-    name = str(_block(config, "optimizer").get("type", "")).lower()
-    if name in _NON_ELEMENTWISE:
-        refuse("optimizer.type", config["optimizer"]["type"], f"{_NON_ELEMENTWISE[name]}; use AdamW, Adam, SGD or Lion")
+    check_optimizer(str(_block(config, "optimizer").get("type", "")))
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse an optimizer by its type's name, from the configuration or the client's. Raises :class:`UnsupportedError`."""
+    reason = next((reason for known, reason in _NOT_EXACT.items() if known in name.lower()), None)
+    if reason is not None:
+        raise UnsupportedError(
+            f"optimizer.type={name!r} is not supported with {EXPERT_BLOCK}.enabled=true: {reason}; use AdamW, Adam or SGD"
+        )
 
 
 def check_batch(config: dict, tp_size: int, world_size: int) -> None:

@@ -117,14 +117,15 @@ def train(engine, data: Data, steps: int, arguments, metrics: Metrics | None) ->
         start = time.perf_counter()
         rate = engine.get_lr()[0]
         total = torch.zeros((), device=engine.device)
-        for batch in data.micro_batches(step).to(engine.device):
+        batches = data.micro_batches(step).to(engine.device)
+        for batch in batches:
             loss = engine(input_ids=batch, labels=batch, use_cache=False).loss
             engine.backward(loss)
             engine.step()
             total += loss.detach()
         loss = mean_over_ranks(total / data.accumulation)
         norm = float(engine.get_global_grad_norm())
-        speed = data.batch(step).numel() / (time.perf_counter() - start)
+        speed = batches.numel() * data.dp_size / (time.perf_counter() - start)
         if metrics is not None:
             metrics.add_step(step=step, loss=loss, grad_norm=norm, lr=rate, tokens_per_s=speed)
             bar.set_postfix(loss=f"{loss:.3f}", grad_norm=f"{norm:.2f}", tokens_per_s=f"{speed:.0f}", refresh=False)

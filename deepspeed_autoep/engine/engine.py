@@ -13,11 +13,11 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from deepspeed_autoep import compat
-from deepspeed_autoep.config import FoldingConfig
+from deepspeed_autoep.config import FoldingConfig, check_optimizer
 from deepspeed_autoep.engine.column_inputs import share_column_inputs
 from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of, without_trial_step
-from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer
-from deepspeed_autoep.engine.zero import fold_zero_optimizer
+from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer, split_scheduler
+from deepspeed_autoep.engine.zero import FoldedZeroOptimizer, fold_zero_optimizer
 from deepspeed_autoep.errors import UnsupportedError
 from deepspeed_autoep.folding.families import (
     clear_autoep_folding_gradient_corrected,
@@ -101,10 +101,13 @@ class AutoEPEngine(DeepSpeedEngine):
     def _configure_optimizer(self, client_optimizer, model_parameters):
         name = self.autoep.handles.ep_group_name
         if isinstance(client_optimizer, torch.optim.Optimizer):
-            split_optimizer(client_optimizer, self.autoep_families, name)
+            check_optimizer(type(client_optimizer).__name__)
+            origins = split_optimizer(client_optimizer, self.autoep_families, name)
+            split_scheduler(self.client_lr_scheduler, origins)
         else:
             model_parameters = split_groups(as_groups(model_parameters), self.autoep_families, name)
         super()._configure_optimizer(client_optimizer, model_parameters)
+        check_optimizer(type(self.basic_optimizer).__name__)
 
         if is_half_wrapper(self.optimizer):
             fold_half_optimizer(self.optimizer, self.autoep.handles, self.autoep_families)
@@ -149,19 +152,48 @@ class AutoEPEngine(DeepSpeedEngine):
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """As DeepSpeed's; under ZeRO-0 the fp16 loss scale is applied, which its wrapper divides out of the gradients."""
+        self._refuse_lost_gradients()
         scale = loss_scale_of(self.optimizer)
-        if scale == 1.0:
-            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        return super().backward(loss.float() * scale, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas) / scale
+        scaled = loss if scale == 1.0 else loss.float() * scale
+        result = super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return result if scale == 1.0 else result / scale
+
+    _autoep_awaits_step = False
+
+    def _refuse_lost_gradients(self) -> None:
+        """ZeRO-1/2 keeps the last of several backward passes at an accumulation boundary; the others would be lost."""
+        if not isinstance(self.optimizer, FoldedZeroOptimizer) or not self.managed_gradient_accumulation():
+            return
+        if self._autoep_awaits_step:
+            raise UnsupportedError(
+                f"backward() was called twice before step() with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps()}: under ZeRO-{self.zero_optimization_stage()} the first one's gradients "
+                "would be lost. Add the losses, set gradient_accumulation_steps, or call "
+                "engine.set_gradient_accumulation_boundary(False) before all but the last; engine.zero_grad() discards a backward pass"
+            )
+        self._autoep_awaits_step = self.is_gradient_accumulation_boundary()
+
+    def zero_grad(self):
+        """As DeepSpeed's; the gradients of a backward pass since the last step are discarded."""
+        super().zero_grad()
+        if isinstance(self.optimizer, FoldedZeroOptimizer):
+            self.optimizer.discard_gradients()
+        self._autoep_awaits_step = False
 
     def scale(self, loss):
         """As DeepSpeed's, with the fp16 loss scale under ZeRO-0 too."""
         return super().scale(loss) * loss_scale_of(self.optimizer)
 
     def buffered_allreduce_fallback(self, grads=None, elements_per_buffer=500000000):
-        """ZeRO-0: reduce over data (dense over DP, experts over EDP, both divided by dp), then the TP rule, once."""
+        """ZeRO-0 reduces in :meth:`step`, once: backward passes before it may add to each other or be discarded."""
         if grads is not None:
             raise UnsupportedError("buffered_allreduce_fallback(grads=...) is for pipeline parallelism, which is not supported")
+        self._autoep_bucket_elements = elements_per_buffer
+
+    _autoep_bucket_elements = 500000000
+
+    def _reduce_whole_gradients(self) -> None:
+        """Over data (dense over DP, experts over EDP, both divided by dp), then the TP rule."""
         handles, dp = self.autoep.handles, self.autoep.handles.spec.dp_size
         parameters = [p for p in self.autoep_families if not is_autoep_folding_gradient_corrected(p)]
         for parameter in parameters:
@@ -171,7 +203,7 @@ class AutoEPEngine(DeepSpeedEngine):
             members = [p for p in parameters if self.autoep_families[p].family.is_expert == expert]
             for dtype in sorted({p.grad.dtype for p in members}, key=str):
                 bucket = [p.grad for p in members if p.grad.dtype == dtype]
-                self.allreduce_no_retain(bucket, group, numel_per_bucket=elements_per_buffer, dp_world_size=dp)
+                self.allreduce_no_retain(bucket, group, numel_per_bucket=self._autoep_bucket_elements, dp_world_size=dp)
         self._autoep_reducer.correct([self._whole_gradient(parameter) for parameter in parameters])
         for parameter in parameters:
             set_autoep_folding_gradient_corrected(parameter)
@@ -180,9 +212,12 @@ class AutoEPEngine(DeepSpeedEngine):
         return GradientSlice(parameter.grad, self.autoep_families[parameter], shards=1)
 
     def _take_model_step(self, lr_kwargs):
+        if not isinstance(self.optimizer, FoldedZeroOptimizer):
+            self._reduce_whole_gradients()
         if isinstance(self.optimizer, torch.optim.Optimizer):
             self._clip_or_skip()
         super()._take_model_step(lr_kwargs)
+        self._autoep_awaits_step = False
         for parameter in self.autoep_families:
             clear_autoep_folding_gradient_corrected(parameter)
 

@@ -76,11 +76,27 @@ def split_groups(groups: list[dict], families: Families, expert_group_name: str)
     return result
 
 
-def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert_group_name: str) -> None:
-    """Split the groups of a client's optimizer in place. Its tensors are the model's own: experts are cut in place."""
+def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert_group_name: str) -> list[int]:
+    """Split the groups of a client's optimizer in place. Its tensors are the model's own: experts are cut in place.
+
+    Returns, for each new group, the position of the group that it came from.
+    """
     if any(state for state in optimizer.state.values()):
         raise ModelError(
-            "the client optimizer has already taken steps: its state has the shapes of the whole model. Pass a fresh "
+            "the client optimizer has state already (from steps that it took): its shapes are the whole model's. Pass a fresh "
             "optimizer, or declare it in the DeepSpeed configuration"
         )
     optimizer.param_groups[:] = split_groups(optimizer.param_groups, families, expert_group_name)
+    return [group[_ORIGIN_KEY] for group in optimizer.param_groups]
+
+
+def split_scheduler(scheduler, origins: list[int]) -> None:
+    """A torch scheduler built on the client's optimizer keeps lists with one entry a group: split them alike."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return
+    for inner in getattr(scheduler, "_schedulers", ()):
+        split_scheduler(inner, origins)
+    before = len(getattr(scheduler, "base_lrs", ()))
+    for name, value in vars(scheduler).items():
+        if isinstance(value, list) and name != "_schedulers" and len(value) == before > 0:
+            setattr(scheduler, name, [value[origin] for origin in origins])

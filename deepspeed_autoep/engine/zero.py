@@ -39,6 +39,13 @@ class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
         finally:
             self.autoep_norm = None
 
+    def discard_gradients(self) -> None:
+        """Forget what backward passes have left since the last step, reduced or not."""
+        self.averaged_gradients = dict.fromkeys(self.averaged_gradients)
+        self.all_grad_tensors = dict.fromkeys(self.all_grad_tensors)
+        for group in self.bit16_groups:
+            self.free_grad_in_param_list(group)
+
     def _autoep_slices(self):
         """This rank's partition as gradient pieces. DeepSpeed pads partitions at the end, behind the last parameter."""
         for index in range(len(self.bit16_groups)):

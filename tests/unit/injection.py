@@ -34,9 +34,12 @@ def injected_engine(case: Case, gradient: Callable[[str, GradientFamily, torch.T
     return engine
 
 
+def one_backward(engine) -> None:
+    engine.backward(engine(input_ids=TOKENS).loss)
+
+
 def one_step(engine) -> None:
-    loss = engine(input_ids=TOKENS).loss
-    engine.backward(loss)
+    one_backward(engine)
     engine.step()
 
 

@@ -21,7 +21,7 @@ from deepspeed_autoep.folding import (
 from deepspeed_autoep.gradients.norms import GradientNorm, global_gradient_norm
 from deepspeed_autoep.gradients.reducer import TPGradientReducer, _buckets
 from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
-from tests.unit.injection import expected_of_powers, injected_engine, one_step, snapshot, stage_gradient
+from tests.unit.injection import expected_of_powers, injected_engine, one_backward, one_step, snapshot, stage_gradient
 from tests.unit.pool import run_on
 from tests.unit.training import Case, build_engine
 
@@ -199,23 +199,28 @@ def test_one_infinite_gradient_makes_all_ranks_skip(zero, dtype):
 
 
 def corrected_once(case: Case):
-    """ZeRO-0: a second reduction of the same gradients must not correct them again."""
+    """ZeRO-0: a second reduction of the same gradients must not correct them again; the next step's is corrected."""
     engine = injected_engine(case, lambda *_: 2.0 ** dist.get_rank())
-    loss = engine(input_ids=torch.zeros(1, 1, dtype=torch.int64)).loss
-    engine.backward(loss)
-    once = {info.name: p.grad.clone() for p, info in engine.autoep_families.items()}
-    engine.buffered_allreduce_fallback()
-    same = all(torch.equal(once[info.name], p.grad) for p, info in engine.autoep_families.items())
-    engine.step()
-    engine.backward(engine(input_ids=torch.zeros(1, 1, dtype=torch.int64)).loss)
-    again = all(torch.allclose(once[info.name], p.grad) for p, info in engine.autoep_families.items())
+    gradients = []
+    for _ in range(2):
+        one_backward(engine)
+        raw = {info.name: p.grad.clone() for p, info in engine.autoep_families.items()}
+        engine._reduce_whole_gradients()
+        once = {info.name: p.grad.clone() for p, info in engine.autoep_families.items()}
+        engine._reduce_whole_gradients()
+        twice = {info.name: p.grad.clone() for p, info in engine.autoep_families.items()}
+        gradients.append((raw, once, twice))
+        engine.step()
     engine.destroy()
-    return same, again
+    same = all(torch.equal(once[name], twice[name]) for _, once, twice in gradients for name in once)
+    changed = any(not torch.equal(raw[name], once[name]) for raw, once, _ in gradients for name in raw)
+    again = all(torch.allclose(gradients[0][1][name], value) for name, value in gradients[1][1].items())
+    return same, changed, again
 
 
 def test_gradients_are_corrected_once_a_step():
     case = Case("qwen3_moe", 4, 2, 2, 0, optimizer="SGD", samples=2, clip=0.0)
-    assert run_on(4, corrected_once, case) == [(True, True)] * 4
+    assert run_on(4, corrected_once, case) == [(True, True, True)] * 4
 
 
 def stock_hooks(case: Case):
