@@ -158,6 +158,18 @@ class AutoEPEngine(DeepSpeedEngine):
         result = super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         return result if scale == 1.0 else result / scale
 
+    def _backward_prologue_per_tensor(self, grad):
+        """``loss.backward()`` without the engine: DeepSpeed divides the gradient of every output of the model by the accumulation
+        steps, of logits and of an auxiliary loss too, though theirs comes from the loss's. Once in a backward pass here."""
+        task = torch._C._current_graph_task_id()
+        if task == self._autoep_divided_task:
+            return grad
+        divided = super()._backward_prologue_per_tensor(grad)
+        if divided is not grad:
+            self._autoep_divided_task = task
+        return divided
+
+    _autoep_divided_task = None
     _autoep_awaits_step = False
 
     def _refuse_lost_gradients(self) -> None:

@@ -146,3 +146,29 @@ def client_optimizer(name: str) -> tuple[str, str]:
 def test_client_optimizers_that_would_not_be_exact(name):
     for kind, message in run_on(4, client_optimizer, name):
         assert kind == "UnsupportedError" and name in message and "AdamW" in message
+
+
+def torch_style(case: Case) -> float:
+    """``loss.backward()`` instead of ``engine.backward(loss)``, with gradient accumulation and an auxiliary loss."""
+    engine = build_engine(case)
+    plain = make_model(case.family, aux=case.aux)
+    dp, worst = case.world // case.tp, 0.0
+    stepper = torch.optim.SGD(plain.parameters(), **OPTIMIZERS["SGD"][1])
+    for batch in make_batches(case.steps, case.samples, case.length):
+        stepper.zero_grad()
+        for share in my_share(batch, case).chunk(2):
+            engine(input_ids=share, labels=share).loss.backward()
+            engine.step()
+        for share in batch.chunk(2 * dp):
+            (plain(input_ids=share, labels=share).loss / (2 * dp)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), case.clip)
+        stepper.step()
+        worst = max(worst, relative(float(engine.get_global_grad_norm()), norm.item()))
+    engine.destroy()
+    return worst
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_torch_style_backward_with_accumulation(zero):
+    case = Case(ep=4, zero=zero, optimizer="SGD", aux=True, config=(("gradient_accumulation_steps", 2),))
+    assert max(run_on(4, torch_style, case)) < 1e-5
