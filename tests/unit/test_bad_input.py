@@ -254,7 +254,7 @@ def optimizer_of(what: str):
     return "nothing", ""
 
 
-@pytest.mark.parametrize(("what", "words"), [("foreign", ["group 0", "model.parameters()"]), ("used", ["already taken steps"])])
+@pytest.mark.parametrize(("what", "words"), [("foreign", ["group 0", "model.parameters()"]), ("used", ["state already", "fresh"])])
 def test_optimizers_that_cannot_be_taken(what, words):
     for kind, message in run_on(4, optimizer_of, what, timeout=SECONDS):
         assert kind == "ModelError", message
