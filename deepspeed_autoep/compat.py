@@ -1,6 +1,7 @@
 """Every private symbol of DeepSpeed that this package touches, and why. Checked on DeepSpeed 0.19.8.
 
-Nothing else in the package imports from ``deepspeed.runtime``, ``deepspeed.module_inject`` or ``deepspeed.utils``.
+The seams themselves (methods overridden in subclasses of DeepSpeed's engine and optimizers) stand in ``engine/``. Nothing
+else in the package imports from ``deepspeed.runtime``, ``deepspeed.module_inject`` or ``deepspeed.utils``.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ __all__ = [
     "ReplacementSourceMap",
     "TensorParallel_Layer",
     "bind_groups",
+    "configure_python_gc",
     "hf_tp_plan",
     "load_ds_config",
     "merge_tp_model_init_into_config",
@@ -124,6 +126,11 @@ def bind_groups(handles) -> tuple[GroupBinding, object | None]:
     for variable in _GROUP_VARIABLES:
         setattr(_groups, variable, values[variable])
     return binding, mpu
+
+
+def configure_python_gc(engine) -> None:
+    """What deepspeed.initialize does last: the configuration's garbage collection settings. (0.19.8)"""
+    engine._configure_python_gc()
 
 
 def training_autotp() -> None:

@@ -73,6 +73,26 @@ TENSOR_KEYS = (
 )
 
 
+# DeepSpeed's top-level keys that training turns on most: it ignores what it does not know, so a near miss is an error here.
+_COMMON_KEYS = (
+    "bf16",
+    "data_types",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "optimizer",
+    "prescale_gradients",
+    "scheduler",
+    "steps_per_print",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_optimization",
+)
+
+
 class ExpertParallelConfig(BaseModel):
     """The ``expert_parallel`` block."""
 
@@ -133,6 +153,9 @@ def _check_block_names(config: dict) -> None:
         for legal in blocks:
             if key not in blocks and difflib.SequenceMatcher(None, str(key), legal).ratio() > 0.85:
                 raise ConfigError(f"unknown key {key!r}: did you mean {legal!r}?")
+        close = difflib.get_close_matches(str(key), _COMMON_KEYS, n=1, cutoff=0.9)
+        if key not in _COMMON_KEYS and close:
+            raise ConfigError(f"unknown key {key!r}: did you mean {close[0]!r}?")
 
 
 def _parse_expert_block(block: dict) -> tuple[ExpertParallelConfig, tuple[str, ...]]:
@@ -170,6 +193,9 @@ def _parse_tensor_block(block: dict) -> int:
     for key, kind, words in (("partition_config", dict, "an object"), ("preset_model", str, "a name")):
         if not isinstance(block.get(key), kind | None):
             raise ConfigError(f"{TENSOR_BLOCK}.{key}={block[key]!r}: legal are {words} or null")
+    inner = block.get("tp", block.get("tensor_parallel")) or {}
+    if isinstance(inner, dict) and inner.get("tp_size", 1) not in (1, max(size, 1)):
+        raise ConfigError(f"{TENSOR_BLOCK}.tp.tp_size={inner['tp_size']!r} differs from {TENSOR_BLOCK}.autotp_size={size}: remove it")
     if block.get("vocab_parallel_lm_head"):
         raise UnsupportedError(
             f"{TENSOR_BLOCK}.vocab_parallel_lm_head=true is not supported with {EXPERT_BLOCK}: remove it "
@@ -226,14 +252,22 @@ def _device(zero: dict, key: str) -> Any:
 
 
 def check_supported(config: dict) -> None:
-    """Refuse DeepSpeed features that this package does not make exact. Raises :class:`UnsupportedError` with a way out."""
+    """Refuse DeepSpeed features that this package does not make exact, and values of a wrong type in what it reads.
+
+    Raises :class:`UnsupportedError` with a way out, or :class:`ConfigError`.
+    """
     zero = _block(config, "zero_optimization")
 
     def refuse(key: str, value: Any, remedy: str) -> None:
         raise UnsupportedError(f"{key}={value!r} is not supported with {EXPERT_BLOCK}.enabled=true: {remedy}")
 
+    for name in ("bf16", "fp16", "data_types", "optimizer", "scheduler"):
+        _block(config, name)  # an object, or absent
+    clipping = config.get("gradient_clipping", 0.0)
+    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0:
+        raise ConfigError(f"gradient_clipping={clipping!r}: legal are numbers from 0 (off)")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2):
+    if isinstance(stage, bool) or stage not in (0, 1, 2):
         refuse("zero_optimization.stage", stage, "use stage 0, 1 or 2 (stage 2 shards gradients and optimizer state)")
     for key in ("offload_optimizer", "offload_param"):
         device = _device(zero, key)
@@ -275,13 +309,16 @@ def check_batch(config: dict, tp_size: int, world_size: int) -> None:
     dp = world_size // tp_size
     if total is None and parts["train_micro_batch_size_per_gpu"] is None:
         raise ConfigError("give train_batch_size or train_micro_batch_size_per_gpu: both are missing")
-    if not isinstance(total, int) or any(not isinstance(size, int | None) for size in parts.values()):
-        return  # nothing to compare, or a type that DeepSpeed reports
+    for key, size in {"train_batch_size": total, **parts}.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{key}={size!r}: legal are whole numbers from 1")
+    if total is None:
+        return
     known = {key: size for key, size in parts.items() if size is not None}
     product = dp
     for size in known.values():
         product *= size
-    if product == 0 or (total != product if len(known) == len(parts) else total % product):
+    if total != product if len(known) == len(parts) else total % product:
         relation = "equal" if len(known) == len(parts) else "be a multiple of"
         raise ConfigError(
             f"train_batch_size={total} must {relation} {' * '.join([*known, 'dp'])} = "

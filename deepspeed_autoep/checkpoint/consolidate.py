@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_autoep.compat import TensorParallel_Layer
 from deepspeed_autoep.engine.engine import AutoEPEngine
+from deepspeed_autoep.errors import ModelError
 from deepspeed_autoep.folding.groups import all_gather_single
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
 
@@ -22,6 +23,8 @@ def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | N
     ``engine.module.save_pretrained(folder, state_dict=...)`` on rank 0 writes an ordinary Hugging Face checkpoint.
     Each rank holds one full tensor at a time; rank 0 holds the whole model in CPU memory.
     """
+    if not isinstance(engine, AutoEPEngine):
+        raise ModelError(f"consolidated_state_dict takes an engine of deepspeed_autoep.initialize, got {type(engine).__name__}")
     keep = dist.get_rank() == 0
     full: dict[str, torch.Tensor] = {}
     gathered = _gather_parameters(engine)

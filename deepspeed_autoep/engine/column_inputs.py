@@ -39,13 +39,15 @@ class _Entrance:
         self.clear()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._source is None or self._source() is not x:
-            self._source, self._entered = weakref.ref(x), _EnterTensorParallelRegion.apply(x, self.group)
+        recorded = torch.is_grad_enabled()
+        if self._source is None or self._source() is not x or self._recorded != recorded:
+            self._source, self._recorded = weakref.ref(x), recorded
+            self._entered = _EnterTensorParallelRegion.apply(x, self.group)
         return self._entered
 
     def clear(self) -> None:
         """Forget the last input, so that it is not kept alive beyond its module's forward."""
-        self._source = self._entered = None
+        self._source = self._entered = self._recorded = None
 
 
 class SharedInputLinear(LinearLayer):

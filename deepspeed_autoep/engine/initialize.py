@@ -28,7 +28,7 @@ from deepspeed_autoep.engine.engine import AutoEPEngine, EngineSetup
 from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_random_state
 from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, create_folding_groups, validate_folding_agreement
-from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec, validate_folding_global
+from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_counts, find_experts
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
 
@@ -69,10 +69,14 @@ def initialize(
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
     )
+    # The engine does so later; the collectives before it must not all run on the first device.
+    local_rank = int(os.environ.get("LOCAL_RANK", getattr(args, "local_rank", -1)))
+    if local_rank >= 0:
+        get_accelerator().set_device(local_rank)
     source = _config_source(args, config, config_params)
 
     def read():
-        loaded = _load(source)
+        loaded = {key: value for key, value in _load(source).items() if value is not None}  # null is absent
         compat.merge_tp_model_init_into_config(loaded, mpu, mesh_param, deepspeed_comm)
         return loaded, parse_folding_config(loaded)
 
@@ -146,7 +150,7 @@ def _build(setup: EngineSetup, config: dict, *, mpu, **arguments) -> AutoEPEngin
         engine = AutoEPEngine(autoep=setup, mpu=mpu, config=config, config_class=parsed, **arguments)
     finally:
         compat.restore_init_context()
-    engine._configure_python_gc()
+    compat.configure_python_gc(engine)
     return engine
 
 
@@ -187,6 +191,8 @@ def _decide(
     """Every check that needs one rank only. No collective, nothing changed."""
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        raise UnsupportedError(f"the model is wrapped in {type(model).__name__}: pass the plain model, the engine reduces its gradients")
     if isinstance(model, PipelineModule):
         raise UnsupportedError(f"pipeline parallelism (PipelineModule) is not supported with {EXPERT_BLOCK}: pass the plain model")
     if mpu is not None:
@@ -204,7 +210,6 @@ def _decide(
         ep_size=folding.expert.autoep_size,
         etp_size=folding.expert.expert_tensor_parallel_size,
     )
-    validate_folding_global(spec, zero_stage=loaded.get("zero_optimization", {}).get("stage", 0))
     check_batch(loaded, spec.tp_size, spec.world_size)
 
     if any(getattr(module, "_is_autoep_layer", False) for module in model.modules()):

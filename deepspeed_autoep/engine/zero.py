@@ -29,6 +29,8 @@ class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
     autoep_norm: GradientNorm | None = None  # of the step in progress
 
     def step(self, closure=None):
+        if any(self.averaged_gradients.get(index) is None for index in range(len(self.bit16_groups))):
+            raise UnsupportedError("step() was called without a backward pass since the last step")
         slices = list(self._autoep_slices())
         self.autoep_reducer.correct(slices)
         self.autoep_norm = global_gradient_norm(
@@ -50,7 +52,10 @@ class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
         """This rank's partition as gradient pieces. DeepSpeed pads partitions at the end, behind the last parameter."""
         for index in range(len(self.bit16_groups)):
             pieces = [piece for piece in self.averaged_gradients[index] if not getattr(piece, "_zero_padding", False)]
-            for piece, parameter in zip(pieces, self.params_in_partition[index], strict=False):
+            parameters = self.params_in_partition[index]
+            if len(pieces) < len(parameters):
+                raise UnsupportedError(f"parameter group {index} has {len(parameters)} parameters here and {len(pieces)} gradients")
+            for piece, parameter in zip(pieces, parameters, strict=False):
                 yield GradientSlice(piece.data, self.autoep_families[parameter], shards=self.partition_count[index])
 
     def has_overflow(self, partition_gradients=True) -> bool:

@@ -119,7 +119,7 @@ class _LaneDeviation:
             if torch.isfinite(deviation[index]) and deviation[index] > max(mean[index], floor):
                 raise RankMismatchError(
                     f"the gradient of {parameter.name!r} differs between the lanes of a tensor-parallel group, so it is not "
-                    "replicated: either one lane's shard alone feeds it (mark it in tensor_parallel.partition_config with "
-                    '{"partition_type": "skip", "grad_allreduce": true}), or the lanes were given different samples or '
+                    "replicated: either one lane's shard alone feeds it (give a tensor_parallel.partition_config of the whole model "
+                    'with {"partition_type": "skip", "grad_allreduce": true} for it), or the lanes were given different samples or '
                     "random states"
                 )

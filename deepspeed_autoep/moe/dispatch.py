@@ -9,7 +9,7 @@ all-gather / tp, for hidden states *and* for top-k weights. What flows upstream 
 expert gradients come out ``tp`` times too large and the family table takes that back (EXPERT_TP_CANCEL).
 
 Shapes: T tokens of a TP group, T_l of a lane, K experts a token, H hidden, R rows, E experts, ep expert parallelism.
-Every rank enters every collective, forward and backward, also with no tokens; nothing branches on a row count.
+Every rank enters every collective, forward and backward, also with no tokens: a rank without rows computes one zero row.
 """
 
 from __future__ import annotations

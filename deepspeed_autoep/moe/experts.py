@@ -26,7 +26,6 @@ from torch import nn
 
 from deepspeed_autoep.moe.weight_layout import ExpertLayout
 
-BACKENDS = ("auto", "grouped_mm", "loop", "model")
 _GROUPED_MM_ALIGNMENT = 16  # bytes: torch.nn.functional.grouped_mm refuses strides that are not a multiple
 
 

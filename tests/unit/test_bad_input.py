@@ -57,6 +57,7 @@ MODELS = {
     "misshapen": misshapen_model,
     "meta": meta_model,
     "pipeline": pipeline_model,
+    "ddp": lambda: torch.nn.parallel.DistributedDataParallel(make_model("mixtral")),
 }
 
 
@@ -90,6 +91,8 @@ BAD_CONFIGS = {
         ["offload_optimizer.device='cpu'", "remove"],
     ),
     "sequence parallelism": ("sequence_parallel_size", 2, "UnsupportedError", ["sequence_parallel_size=2", "autotp_size"]),
+    "clipping": ("gradient_clipping", -1, "ConfigError", ["gradient_clipping=-1"]),
+    "no object": ("bf16", [1], "ConfigError", ["bf16", "[1]"]),
     "muon": ("optimizer", {"type": "Muon"}, "UnsupportedError", ["optimizer.type='Muon'", "AdamW"]),
 }
 
@@ -118,6 +121,7 @@ BAD_MODELS = {
     "misshapen": ("ModelError", ["model.layers.1.mlp.experts", "extra", "gate_up_proj"]),
     "meta": ("UnsupportedError", ["meta device"]),
     "pipeline": ("UnsupportedError", ["PipelineModule", "plain model"]),
+    "ddp": ("UnsupportedError", ["DistributedDataParallel", "plain model"]),
 }
 
 

@@ -352,11 +352,36 @@ def batch(*sizes) -> dict:
         ((8, 2, None), 2, 8),
         ((8, None, None), 2, 8),
         ((None, 4, 2), 2, 8),
-        ((7, "auto", 2), 2, 8),  # a type that is DeepSpeed's to report
     ],
 )
 def test_batch_sizes_that_agree(sizes, tp, world):
     check_batch(batch(*sizes), tp, world)
+
+
+@pytest.mark.parametrize("sizes", [(8, 0, 1), (8, -1, 1), (8, "auto", 1), (8, 2, 0), (True, 1, 1), (None, 1.5, 1)])
+def test_batch_sizes_of_a_wrong_kind_name_key_and_value(sizes):
+    bad = next((key, size) for key, size in batch(*sizes).items() if isinstance(size, bool) or not isinstance(size, int) or size < 1)
+    text = message_of(ConfigError, check_batch, batch(*sizes), 2, 8)
+    assert f"{bad[0]}={bad[1]!r}" in text
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [("gradient_clipping", "0.5"), ("gradient_clipping", -1), ("bf16", [1]), ("optimizer", "AdamW"), ("zero_optimization.stage", True)],
+)
+def test_wrong_values_of_what_is_read_name_key_and_value(path, value):
+    text = message_of(AutoEPError, check_supported, nested(path, value))
+    assert path in text and repr(value) in text
+
+
+def test_a_near_miss_at_the_top_level_is_an_error():
+    text = message_of(ConfigError, parse_folding_config, {"gradient_cliping": 1.0, "expert_parallel": {"enabled": True}})
+    assert "gradient_cliping" in text and "'gradient_clipping'" in text
+
+
+def test_a_second_tp_size_must_agree():
+    config = {"expert_parallel": {"enabled": True}, "tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}
+    assert "tp_size=4" in message_of(ConfigError, parse_folding_config, config)
 
 
 def test_no_batch_size_at_all_is_an_error():
