@@ -18,7 +18,7 @@ from deepspeed_autoep.folding import (
     mark_autoep_folding_router_parameter,
     reduce_autoep_folding_gradient,
 )
-from deepspeed_autoep.gradients.norms import GradientNorm, global_gradient_norm
+from deepspeed_autoep.gradients.norms import GradientNorm, global_gradient_norm, sum_of_squares
 from deepspeed_autoep.gradients.reducer import TPGradientReducer, _buckets
 from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
 from tests.unit.injection import expected_of_powers, injected_engine, one_backward, one_step, snapshot, stage_gradient
@@ -318,6 +318,15 @@ def test_a_partial_gradient_taken_for_replicated_is_an_error(zero):
 )
 def test_clip_factor(max_norm, norm, factor):
     assert GradientNorm(norm).clip_factor(max_norm) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 1 << 10, (1 << 10) + 3, 3_000_001])
+def test_sum_of_squares_keeps_its_digits(size, dtype):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    right = tensor.double().square().sum().item()
+    assert sum_of_squares(tensor).item() == pytest.approx(right, rel=1e-6)
+    assert sum_of_squares(tensor.view(1, -1).t()).item() == pytest.approx(right, rel=1e-6)
 
 
 def test_buckets_respect_the_limit_and_keep_order():
