@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 
 PRELOAD = ["torch", "deepspeed", "transformers", "deepspeed_autoep.engine.initialize", "tests.unit.models"]
-DEFAULT_TIMEOUT = 120.0
+DEFAULT_TIMEOUT = 300.0
 
 
 class WorkerError(AssertionError):
