@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from deepspeed_autoep import compat
@@ -215,7 +216,10 @@ class AutoEPEngine(DeepSpeedEngine):
             members = [p for p in parameters if self.autoep_families[p].family.is_expert == expert]
             for dtype in sorted({p.grad.dtype for p in members}, key=str):
                 bucket = [p.grad for p in members if p.grad.dtype == dtype]
-                self.allreduce_no_retain(bucket, group, numel_per_bucket=self._autoep_bucket_elements, dp_world_size=dp)
+                if dist.get_world_size(group) == 1 and self.gradient_average:
+                    torch._foreach_div_(bucket, dp)  # nothing to sum: spare DeepSpeed's copies
+                else:
+                    self.allreduce_no_retain(bucket, group, numel_per_bucket=self._autoep_bucket_elements, dp_world_size=dp)
         self._autoep_reducer.correct([self._whole_gradient(parameter) for parameter in parameters])
         for parameter in parameters:
             set_autoep_folding_gradient_corrected(parameter)

@@ -36,6 +36,7 @@ class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
         self.autoep_norm = global_gradient_norm(
             slices, self.autoep_handles.spec, self.autoep_handles.stage_group, self.single_partition_of_fp32_groups[0].device
         )
+        del slices  # DeepSpeed frees gradients group by group while it steps
         try:
             super().step(closure)
         finally:

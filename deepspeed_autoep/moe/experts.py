@@ -1,18 +1,19 @@
 """Compute the local experts on rows that are sorted by expert.
 
-Backends, forward + backward in ms on CPU (one thread of a Xeon with AVX-512, torch 2.13, transformers 5.24;
-H hidden, I intermediate, E local experts, R rows; ``tests/perf/bench_experts.py`` measures them again):
+Backends, forward + backward in ms on CPU (one thread of a Xeon with AVX-512, torch 2.13, transformers 5.24, a shared
+machine; H hidden, I intermediate, E local experts, R rows; ``tests/perf/bench_experts.py`` measures them again):
 
 =========================  ==========  ====  ========  ===============  ==============
 H, I, E, R, dtype          grouped_mm  loop  HF eager  HF grouped_mm    HF batched_mm
 =========================  ==========  ====  ========  ===============  ==============
-256, 512, 4, 256, fp32     7.4         8.6   17.4      8.9              733
-256, 512, 4, 256, bf16     4.1         7.1   9.5       4.9              536
-512, 1024, 8, 2048, fp32   187         206   384       180              -
-512, 1024, 8, 2048, bf16   53          54    143       104              -
+256, 512, 4, 256, fp32     8.8         8.4   15.9      8.1              699
+256, 512, 4, 256, bf16     5.9         5.2   9.6       6.0              506
+512, 1024, 8, 2048, fp32   219         225   458       233              -
+512, 1024, 8, 2048, bf16   54          57    142       64               -
 =========================  ==========  ====  ========  ===============  ==============
 
-So ``grouped_mm`` where torch has it for the dtype and alignment, else ``loop``. ``model`` runs the model's own
+So ``grouped_mm`` where torch has it for the dtype and alignment (``loop`` is within noise on CPU, and many launches on a
+GPU), else ``loop``. ``model`` runs the model's own
 forward with top-1 routing: for experts whose arithmetic the interface cannot say.
 """
 
