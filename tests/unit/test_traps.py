@@ -10,12 +10,13 @@ from tests.unit.training import Case, build_engine, my_share, parameter_error, r
 
 
 def expert_gradient(case: Case):
-    """Trap 1: this rank's expert gradients after the reduction, against one process; ZeRO-0 leaves them in ``.grad``."""
+    """Trap 1: this rank's expert gradients after ZeRO-0's reduction, which ``step()`` starts with, against one process."""
     engine = build_engine(case)
     plain = make_model(case.family)
     batch = make_batches(1, case.samples, case.length)[0]
     share = my_share(batch, case)
     engine.backward(engine(input_ids=share, labels=share).loss)
+    engine._reduce_whole_gradients()
     plain(input_ids=batch, labels=batch).loss.backward()
     handles, worst = engine.autoep.handles, 0.0
     right = dict(plain.named_parameters())
