@@ -1,6 +1,6 @@
 """One training step, ours and stock DeepSpeed's side by side: time, collectives, bytes by kind, memory.
 
-    python -m tests.perf.bench_step --csv /tmp/step.csv        # the full measurement, about ten minutes on 2 cores
+    python -m tests.perf.bench_step --csv step.csv             # the full measurement, about ten minutes on 2 cores
     python -m tests.perf.bench_step --rounds 1 --steps 3       # a quick look
     python -m tests.perf.bench_step --list --variants ours     # every collective of a step, in order
 
