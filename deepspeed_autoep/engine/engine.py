@@ -110,13 +110,17 @@ class AutoEPEngine(DeepSpeedEngine):
         super()._configure_optimizer(client_optimizer, model_parameters)
         check_optimizer(type(self.basic_optimizer).__name__)
 
+        self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()), self.device)
         if is_half_wrapper(self.optimizer):
             fold_half_optimizer(self.optimizer, self.autoep.handles, self.autoep_families)
         elif not isinstance(self.optimizer, torch.optim.Optimizer):
             fold_zero_optimizer(
-                self.optimizer, self.autoep.handles, self.autoep_families, self.autoep.contiguous_gradients, self.device
+                self.optimizer,
+                self.autoep.handles,
+                self.autoep_families,
+                self._autoep_reducer,
+                self.autoep.contiguous_gradients,
             )
-        self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()), self.device)
 
     def _configure_fp16_optimizer(self, optimizer, low_precision_dtype):
         with without_trial_step(optimizer):

@@ -140,8 +140,8 @@ def fold_zero_optimizer(
     optimizer: DeepSpeedZeroOptimizer,
     handles: FoldingGroupHandles,
     families: Mapping[torch.nn.Parameter, ParameterInfo],
+    reducer: TPGradientReducer,
     contiguous_gradients: bool,
-    device: torch.device,
 ) -> None:
     """Swap the class of a freshly built ZeRO-1/2 optimizer. Raises :class:`UnsupportedError` for any other type."""
     if type(optimizer) is not DeepSpeedZeroOptimizer:
@@ -149,7 +149,7 @@ def fold_zero_optimizer(
     optimizer.__class__ = FoldedZeroOptimizer
     optimizer.autoep_handles = handles
     optimizer.autoep_families = families
-    optimizer.autoep_reducer = TPGradientReducer(handles, list(families.values()), device)
+    optimizer.autoep_reducer = reducer
     optimizer.check_grad_overflow = True  # skip a non-finite step in every dtype; the norm knows already
     # DeepSpeed asserts true for MoE when it builds ZeRO-2; the paths above make false right.
     optimizer.contiguous_gradients = contiguous_gradients
