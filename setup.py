@@ -1,7 +1,8 @@
-"""Package metadata and the one C++ file, which is optional: without it the torch form of the same function runs."""
+"""Package metadata and the C++ files, which are optional: without them the torch forms of the same functions run."""
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -14,6 +15,25 @@ def version() -> str:
     """Read, not imported: the package's dependencies need not be there yet."""
     text = (ROOT / "deepspeed_autoep" / "__init__.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
+
+
+def extensions() -> list[Extension]:
+    """optional: a missing or failing compiler is a warning of the build, never an error."""
+
+    def extension(name: str, source: str, *flags: str) -> Extension:
+        return Extension(
+            f"deepspeed_autoep.{name}",
+            sources=[f"csrc/{source}.cpp"],
+            language="c++",
+            extra_compile_args=["-std=c++17", *flags],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+
+    found = [extension("_dispatch_plan", "dispatch_plan", "-O2"), extension("_gradient_ops", "gradient_ops", "-O3")]
+    if platform.machine().lower() in ("x86_64", "amd64"):  # chosen when it is loaded, by what the processor has
+        found.append(extension("_gradient_ops_avx2", "gradient_ops", "-O3", "-mavx2", "-mfma", "-mf16c"))
+    return found
 
 
 setup(
@@ -30,18 +50,10 @@ setup(
         "pydantic>=2",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff"],
+        "gpu": ["triton"],  # comes with torch's CUDA wheels
+        "test": ["pytest", "hypothesis", "ruff", "triton"],
         "examples": ["matplotlib", "tqdm"],
     },
-    ext_modules=[
-        # optional: a missing or failing compiler is a warning of the build, never an error.
-        Extension(
-            "deepspeed_autoep._dispatch_plan",
-            sources=["csrc/dispatch_plan.cpp"],
-            language="c++",
-            extra_compile_args=["-O2", "-std=c++17"],
-            optional=True,
-        )
-    ],
+    ext_modules=extensions(),
     zip_safe=False,
 )

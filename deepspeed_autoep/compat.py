@@ -34,7 +34,9 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config, merge_t
 
 # initialize() leaves a zero.Init context while it builds an engine. (0.19.8)
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# GradPartitionBufferGroup: a partition's gradients that are one flat buffer already, which step() then takes as it is. (0.19.8)
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 
 # Process-global group registry that the engine, AutoTP and ZeRO read while they are built. (0.19.8)
 from deepspeed.utils import groups as _groups
@@ -46,6 +48,7 @@ __all__ = [
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
     "GatherFromTensorParallelRegion",
+    "GradPartitionBufferGroup",
     "GroupBinding",
     "LinearLayer",
     "ReplacementSourceMap",

@@ -105,6 +105,18 @@ class ExpertParallelConfig(BaseModel):
         False, description="check on every forward that a TP group's lanes hold the same samples and routing"
     )
     use_grouped_mm: StrictBool = Field(True, description="false: a loop of matmuls over the local experts")
+    replicated_gradient_sync: Literal["average", "verify", "off"] = Field(
+        "average",
+        description="gradients that all lanes of a TP group compute alike: average them; or leave them, and verify now and then "
+        "that they are the same; or only leave them",
+    )
+    replicated_gradient_verify_interval: StrictInt = Field(100, ge=1, description="steps between two checks of 'verify'")
+    tp_gradient_correction: Literal["auto", "partition", "bucket"] = Field(
+        "auto",
+        description="ZeRO-1/2: correct gradients over TP on a rank's own partition after the reduction over data, or on each "
+        "bucket before it; auto: bucket with overlap_comm, else partition",
+    )
+    parameter_norm: StrictBool = Field(False, description="compute the norm of the parameters with the gradient statistics")
     expert_backend: Literal["auto", "grouped_mm", "loop", "model"] = Field(
         "auto", description="how local experts compute; model: the model's own forward with top-1 routing"
     )

@@ -7,7 +7,7 @@ partial gradients (after), split parameter groups and swap the optimizer's class
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,16 @@ from deepspeed_autoep import compat
 from deepspeed_autoep.config import FoldingConfig, check_optimizer
 from deepspeed_autoep.engine.column_inputs import share_column_inputs
 from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of, without_trial_step
-from deepspeed_autoep.engine.param_groups import as_groups, split_groups, split_optimizer, split_scheduler
+from deepspeed_autoep.engine.param_groups import (
+    ORIGIN_KEY,
+    as_groups,
+    split_groups,
+    split_optimizer,
+    split_scheduler,
+)
+from deepspeed_autoep.engine.replicas import first_uneven_parameter
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer, fold_zero_optimizer
-from deepspeed_autoep.errors import UnsupportedError
+from deepspeed_autoep.errors import ConfigError, UnsupportedError
 from deepspeed_autoep.folding.families import (
     clear_autoep_folding_gradient_corrected,
     is_autoep_folding_gradient_corrected,
@@ -28,9 +35,9 @@ from deepspeed_autoep.folding.families import (
     set_autoep_folding_gradient_corrected,
 )
 from deepspeed_autoep.folding.groups import FoldingGroupHandles
-from deepspeed_autoep.gradients.norms import global_gradient_norm
-from deepspeed_autoep.gradients.reducer import TPGradientReducer
-from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
+from deepspeed_autoep.gradients.norms import GradientStatistics
+from deepspeed_autoep.gradients.slices import ParameterInfo
+from deepspeed_autoep.gradients.sync import GradientSync
 from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.layer import convert_experts
@@ -92,7 +99,7 @@ class AutoEPEngine(DeepSpeedEngine):
         spec = self.autoep.handles.spec
         trainable = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
         self.autoep_families = {
-            parameter: ParameterInfo(index, name, resolve_family(parameter, spec, name))
+            parameter: ParameterInfo(index, name, resolve_family(parameter, spec, name), group=None)
             for index, (name, parameter) in enumerate(trainable)
         }
         self.num_experts = [site.layout.num_experts for site in self.autoep.sites]
@@ -103,24 +110,60 @@ class AutoEPEngine(DeepSpeedEngine):
         name = self.autoep.handles.ep_group_name
         if isinstance(client_optimizer, torch.optim.Optimizer):
             check_optimizer(type(client_optimizer).__name__)
+            groups = len(client_optimizer.param_groups)
             origins = split_optimizer(client_optimizer, self.autoep_families, name)
             split_scheduler(self.client_lr_scheduler, origins)
+            self._note_groups(client_optimizer.param_groups)
         else:
-            model_parameters = split_groups(as_groups(model_parameters), self.autoep_families, name)
+            own_groups = as_groups(model_parameters)
+            groups, model_parameters = len(own_groups), split_groups(own_groups, self.autoep_families, name)
+            self._note_groups(model_parameters)
         super()._configure_optimizer(client_optimizer, model_parameters)
         check_optimizer(type(self.basic_optimizer).__name__)
 
-        self._autoep_reducer = TPGradientReducer(self.autoep.handles, list(self.autoep_families.values()), self.device)
-        if is_half_wrapper(self.optimizer):
-            fold_half_optimizer(self.optimizer, self.autoep.handles, self.autoep_families)
-        elif not isinstance(self.optimizer, torch.optim.Optimizer):
-            fold_zero_optimizer(
-                self.optimizer,
-                self.autoep.handles,
-                self.autoep_families,
-                self._autoep_reducer,
-                self.autoep.contiguous_gradients,
-            )
+        expert = self.autoep.config.expert
+        self.autoep_sync = GradientSync(
+            self.autoep.handles,
+            self.autoep_families,
+            self.device,
+            groups,
+            replicated=expert.replicated_gradient_sync,
+            verify_interval=expert.replicated_gradient_verify_interval,
+            parameter_norm=expert.parameter_norm,
+        )
+        place = expert.tp_gradient_correction
+        if isinstance(self.optimizer, torch.optim.Optimizer) or is_half_wrapper(self.optimizer):
+            if place != "auto":
+                raise ConfigError(
+                    f"expert_parallel.tp_gradient_correction={place!r} needs zero_optimization.stage 1 or 2, and it is "
+                    f"{self.zero_optimization_stage()}: remove the key"
+                )
+            if is_half_wrapper(self.optimizer):
+                fold_half_optimizer(self.optimizer, self.autoep_sync)
+        else:
+            if place != "partition":
+                place = self._place_of_correction(place)
+            fold_zero_optimizer(self.optimizer, self.autoep_sync, place, self.autoep.contiguous_gradients)
+
+    def _note_groups(self, groups: list[dict]) -> None:
+        for group in groups:
+            for parameter in group["params"]:
+                info = self.autoep_families[parameter]
+                self.autoep_families[parameter] = replace(info, group=group[ORIGIN_KEY])
+
+    def _place_of_correction(self, wanted: str) -> str:
+        """Buckets must be the same on all lanes, so TP shards must be of equal sizes. Collective over the stage."""
+        if wanted == "auto" and not self.zero_overlap_comm():
+            return "partition"
+        uneven = first_uneven_parameter(self.autoep_families, self.autoep.handles, self.device)
+        if uneven is None:
+            return "bucket"
+        if wanted == "auto":
+            return "partition"
+        raise UnsupportedError(
+            f"expert_parallel.tp_gradient_correction='bucket' needs the same shapes on all lanes, and {uneven!r} is cut "
+            "unevenly over tensor_parallel.autotp_size: use 'partition'"
+        )
 
     def _configure_fp16_optimizer(self, optimizer, low_precision_dtype):
         with without_trial_step(optimizer):
@@ -209,6 +252,10 @@ class AutoEPEngine(DeepSpeedEngine):
 
     _autoep_bucket_elements = 500000000
 
+    def get_gradient_statistics(self) -> GradientStatistics | None:
+        """Of the last step's gradient, before clipping and without the loss scale; the same on every rank. None before it."""
+        return self.autoep_sync.statistics.last
+
     def _reduce_whole_gradients(self) -> None:
         """Over data (dense over DP, experts over EDP, both divided by dp), then the TP rule."""
         handles, dp = self.autoep.handles, self.autoep.handles.spec.dp_size
@@ -216,6 +263,8 @@ class AutoEPEngine(DeepSpeedEngine):
         for parameter in parameters:
             if parameter.grad is None:  # a parameter unused on this rank only must not desert its peers
                 parameter.grad = torch.zeros_like(parameter)
+            elif not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
         for expert, group in ((False, handles.dense_dp_group), (True, handles.edp_group)):
             members = [p for p in parameters if self.autoep_families[p].family.is_expert == expert]
             for dtype in sorted({p.grad.dtype for p in members}, key=str):
@@ -224,12 +273,9 @@ class AutoEPEngine(DeepSpeedEngine):
                     torch._foreach_div_(bucket, dp)  # nothing to sum: spare DeepSpeed's copies
                 else:
                     self.allreduce_no_retain(bucket, group, numel_per_bucket=self._autoep_bucket_elements, dp_world_size=dp)
-        self._autoep_reducer.correct([self._whole_gradient(parameter) for parameter in parameters])
+        self.autoep_sync.correct([self.autoep_sync.slice_of(parameter.grad, parameter) for parameter in parameters])
         for parameter in parameters:
             set_autoep_folding_gradient_corrected(parameter)
-
-    def _whole_gradient(self, parameter) -> GradientSlice:
-        return GradientSlice(parameter.grad, self.autoep_families[parameter], shards=1)
 
     def _take_model_step(self, lr_kwargs):
         if not isinstance(self.optimizer, FoldedZeroOptimizer):
@@ -243,16 +289,17 @@ class AutoEPEngine(DeepSpeedEngine):
 
     def _clip_or_skip(self) -> None:
         """ZeRO-0 in fp32 steps the bare torch optimizer: norm, clipping and the skip of a non-finite step are ours."""
-        slices = [self._whole_gradient(p) for p in self.autoep_families if p.grad is not None]
-        handles = self.autoep.handles
-        norm = global_gradient_norm(slices, handles.spec, handles.stage_group, self.device)
-        self._global_grad_norm = norm.value if norm.is_finite else float("inf")
+        sync = self.autoep_sync
+        gradients = [sync.slice_of(p.grad, p) for p in self.autoep_families if p.grad is not None]
+        masters = [sync.slice_of(p.detach(), p) for p in self.autoep_families] if sync.parameter_norm else None
+        statistics = sync.finish(gradients, masters)
+        self._global_grad_norm = statistics.norm if statistics.is_finite else float("inf")
         # DeepSpeed counts a skipped step, and holds the schedule, by this attribute of its wrappers.
-        self.optimizer.overflow = not norm.is_finite
-        if not norm.is_finite:
+        self.optimizer.overflow = not statistics.is_finite
+        if not statistics.is_finite:
             self.zero_grad()  # a torch optimizer leaves parameters without a gradient alone
-        elif (factor := norm.clip_factor(self.gradient_clipping())) < 1.0:
-            torch._foreach_mul_([piece.gradient for piece in slices], factor)
+        elif (factor := statistics.clip_factor(self.gradient_clipping())) < 1.0:
+            torch._foreach_mul_([piece.gradient for piece in gradients], factor)
 
     def clip_fp32_gradients(self):
         """Done in :meth:`_clip_or_skip`, with the norm that counts every element once."""

@@ -10,41 +10,38 @@ over TP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from deepspeed_autoep.compat import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed_autoep.errors import UnsupportedError
-from deepspeed_autoep.folding.groups import FoldingGroupHandles
-from deepspeed_autoep.gradients.norms import global_gradient_norm
-from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
+from deepspeed_autoep.gradients.slices import GradientSlice
+from deepspeed_autoep.gradients.sync import GradientSync
 
 
 class _FoldedHalfOptimizer:
-    """``step()`` for both wrappers; the two hooks say where the fp32 masters are."""
+    """``step()`` for both wrappers; the hooks say where the fp32 masters are."""
 
-    autoep_handles: FoldingGroupHandles
-    autoep_families: Mapping[torch.nn.Parameter, ParameterInfo]
+    autoep_sync: GradientSync
 
     def step(self, closure=None):
-        slices = [
-            GradientSlice(parameter.grad, self.autoep_families[parameter], shards=1)
+        sync = self.autoep_sync
+        gradients = [
+            sync.slice_of(parameter.grad, parameter)
             for group in self.fp16_groups
             for parameter in group
             if parameter.grad is not None
         ]
-        device = self.fp16_groups[0][0].device
-        norm = global_gradient_norm(slices, self.autoep_handles.spec, self.autoep_handles.stage_group, device)
-        self.overflow = not norm.is_finite
+        scale = self.loss_scale  # the one the backward pass used: it may change only after this step
+        masters = list(self._autoep_masters()) if sync.parameter_norm else None
+        self.overflow = not sync.finish(gradients, masters, scale).is_finite
         if self.overflow:
             return self._skip_invalid_grad_norm()
 
-        scale = self.loss_scale  # the one the backward pass used: it may change only after this step
-        self._global_grad_norm = norm.value / scale
-        clip = norm.value / scale + 1e-6
-        factor = (self.clip_grad / clip if 0 < self.clip_grad < clip else 1.0) / scale
-        self._autoep_fill_masters(factor)
+        statistics = sync.statistics.last
+        self._global_grad_norm = statistics.norm
+        self._autoep_fill_masters(statistics.clip_factor(self.clip_grad) / scale)
         self.optimizer.step()
         self._autoep_publish_masters()
         self._update_scale(False)
@@ -53,6 +50,11 @@ class _FoldedHalfOptimizer:
 
 class FoldedUnfusedOptimizer(_FoldedHalfOptimizer, FP16_UnfusedOptimizer):
     """One fp32 master for each parameter."""
+
+    def _autoep_masters(self) -> Iterator[GradientSlice]:
+        for masters, parameters in zip(self.fp32_groups, self.fp16_groups, strict=True):
+            for master, parameter in zip(masters, parameters, strict=True):
+                yield self.autoep_sync.slice_of(master.detach(), parameter)
 
     def _autoep_fill_masters(self, factor: float) -> None:
         for masters, parameters in zip(self.fp32_groups, self.fp16_groups, strict=True):
@@ -69,6 +71,11 @@ class FoldedUnfusedOptimizer(_FoldedHalfOptimizer, FP16_UnfusedOptimizer):
 
 class FoldedFusedOptimizer(_FoldedHalfOptimizer, FP16_Optimizer):
     """One flat fp32 master for each group, for fused Adam."""
+
+    def _autoep_masters(self) -> Iterator[GradientSlice]:
+        for flat, parameters in zip(self.fp32_groups_flat, self.fp16_groups, strict=True):
+            for parameter, part in zip(parameters, flat.detach().split([p.numel() for p in parameters]), strict=True):
+                yield self.autoep_sync.slice_of(part, parameter)
 
     def _autoep_fill_masters(self, factor: float) -> None:
         for flat, parameters in zip(self.fp32_groups_flat, self.fp16_groups, strict=True):
@@ -111,11 +118,10 @@ def loss_scale_of(optimizer) -> float:
     return optimizer.loss_scale if isinstance(optimizer, _FoldedHalfOptimizer) else 1.0
 
 
-def fold_half_optimizer(optimizer, handles: FoldingGroupHandles, families: Mapping[torch.nn.Parameter, ParameterInfo]) -> None:
+def fold_half_optimizer(optimizer, sync: GradientSync) -> None:
     """Swap the class of a freshly built fp16/bf16 wrapper. Raises :class:`UnsupportedError` for its legacy modes."""
     for legacy in ("fused_adam_legacy", "fused_lamb_legacy"):
         if getattr(optimizer, legacy, False):
             raise UnsupportedError(f"{legacy}=true is not supported: remove optimizer.legacy_fusion from the configuration")
     optimizer.__class__ = _FOLDED[type(optimizer)]
-    optimizer.autoep_handles = handles
-    optimizer.autoep_families = families
+    optimizer.autoep_sync = sync

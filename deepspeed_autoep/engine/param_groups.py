@@ -16,7 +16,7 @@ from deepspeed_autoep.gradients.slices import ParameterInfo
 
 Families = Mapping[torch.nn.Parameter, ParameterInfo]
 
-_ORIGIN_KEY = "autoep_origin"  # index of the user's group that a split group came from
+ORIGIN_KEY = "autoep_origin"  # index of the user's group that a split group came from
 
 
 def _kind(family: GradientFamily) -> str:
@@ -65,7 +65,7 @@ def split_groups(groups: list[dict], families: Families, expert_group_name: str)
                 names[kind] += group["param_names"][position : position + 1] if "param_names" in group else []
         for kind, parameters in split.items():
             if parameters:
-                made = {**options, "params": parameters, _ORIGIN_KEY: origin}
+                made = {**options, "params": parameters, ORIGIN_KEY: origin}
                 if names[kind]:
                     made["param_names"] = names[kind]
                 if kind == "expert":
@@ -87,7 +87,7 @@ def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert
             "optimizer, or declare it in the DeepSpeed configuration"
         )
     optimizer.param_groups[:] = split_groups(optimizer.param_groups, families, expert_group_name)
-    return [group[_ORIGIN_KEY] for group in optimizer.param_groups]
+    return [group[ORIGIN_KEY] for group in optimizer.param_groups]
 
 
 def split_scheduler(scheduler, origins: list[int]) -> None:

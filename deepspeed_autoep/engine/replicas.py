@@ -6,12 +6,15 @@ hold slices of different models.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_autoep.folding.groups import FoldingGroupHandles
+from deepspeed_autoep.gradients.slices import ParameterInfo
 from deepspeed_autoep.moe.lane_check import checksum
 
 
@@ -56,3 +59,14 @@ def synchronize_random_state(handles: FoldingGroupHandles, device: torch.device)
         state = read().to(device)
         dist.broadcast(state, handles.tp_ranks[0], group=handles.tp_group)
         write(state.cpu())
+
+
+def first_uneven_parameter(
+    families: Mapping[nn.Parameter, ParameterInfo], handles: FoldingGroupHandles, device: torch.device
+) -> str | None:
+    """Name of the first parameter whose number of elements differs over the stage, or None. Collective over the stage."""
+    sizes = torch.tensor([parameter.numel() for parameter in families], dtype=torch.int64, device=device)
+    extremes = torch.stack([sizes, -sizes])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=handles.stage_group)
+    uneven = (extremes[0] != -extremes[1]).tolist()
+    return next((info.name for info, differs in zip(families.values(), uneven, strict=True) if differs), None)

@@ -1,75 +1,181 @@
 """ZeRO-1/2 with the TP rule and the exact norm.
 
 DeepSpeed's optimizer is built as it is, then the instance's class is swapped for :class:`FoldedZeroOptimizer`: its
-hooks call methods through the instance, so overriding them is enough. Gradients are corrected in ``step()``, on this
-rank's partition, after the reduction over data: once per optimizer step by construction, and 1/dp of the traffic.
+hooks call methods through the instance, so overriding them is enough. The TP rule is linear, so it may run in either of
+two places, once per optimizer step:
+
+- ``partition``: in ``step()``, on this rank's partition, after the reduction over data: 1/dp of the traffic, in one go;
+- ``bucket``: on each of DeepSpeed's buckets when it is full, before the reduction over data, on the same stream: with
+  ``overlap_comm`` that runs beside the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
-from deepspeed_autoep.compat import DeepSpeedZeroOptimizer
+from deepspeed_autoep.compat import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+from deepspeed_autoep.engine.zero_noncontiguous import NoncontiguousReduction
 from deepspeed_autoep.errors import UnsupportedError
-from deepspeed_autoep.folding.groups import FoldingGroupHandles
-from deepspeed_autoep.gradients.norms import GradientNorm, global_gradient_norm
-from deepspeed_autoep.gradients.reducer import TPGradientReducer
-from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
+from deepspeed_autoep.gradients.norms import GradientStatistics
+from deepspeed_autoep.gradients.slices import FlatGradients, GradientSlice
+from deepspeed_autoep.gradients.sync import GradientSync
+from deepspeed_autoep.ops import Segments
 
 
-class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
+class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
     """Overrides what differs under folding; made by :func:`fold_zero_optimizer`, never constructed."""
 
-    autoep_handles: FoldingGroupHandles
-    autoep_families: Mapping[torch.nn.Parameter, ParameterInfo]
-    autoep_reducer: TPGradientReducer
-    autoep_norm: GradientNorm | None = None  # of the step in progress
+    autoep_sync: GradientSync
+    autoep_place: str  # "partition" | "bucket"
+    _autoep_place_now: str | None = None  # of the step in progress, from its first bucket on
+    _autoep_statistics: GradientStatistics | None = None  # of the step in progress
 
     def step(self, closure=None):
         if any(self.averaged_gradients.get(index) is None for index in range(len(self.bit16_groups))):
             raise UnsupportedError("step() was called without a backward pass since the last step")
-        slices = list(self._autoep_slices())
-        self.autoep_reducer.correct(slices)
-        self.autoep_norm = global_gradient_norm(
-            slices, self.autoep_handles.spec, self.autoep_handles.stage_group, self.single_partition_of_fp32_groups[0].device
-        )
-        del slices  # DeepSpeed frees gradients group by group while it steps
+        if self.autoep_folding_spec is not None:
+            raise UnsupportedError("DeepSpeed's own TP correction was switched on: gradients would be corrected twice")
+        gradients = self._autoep_corrected()
+        parameters = list(self._autoep_masters()) if self.autoep_sync.parameter_norm else None
+        self._autoep_statistics = self.autoep_sync.finish(gradients, parameters, self.loss_scale)
+        del gradients, parameters  # DeepSpeed frees gradients group by group while it steps
         try:
             super().step(closure)
         finally:
-            self.autoep_norm = None
+            self._autoep_statistics = self._autoep_place_now = None
 
     def discard_gradients(self) -> None:
         """Forget what backward passes have left since the last step, reduced or not."""
+        self._autoep_place_now = None
         self.averaged_gradients = dict.fromkeys(self.averaged_gradients)
         self.all_grad_tensors = dict.fromkeys(self.all_grad_tensors)
         for group in self.bit16_groups:
             self.free_grad_in_param_list(group)
 
-    def _autoep_slices(self):
-        """This rank's partition as gradient pieces. DeepSpeed pads partitions at the end, behind the last parameter."""
+    # The TP rule on the own partition
+
+    def _autoep_corrected(self) -> list[GradientSlice]:
+        """This rank's gradients, corrected here unless their buckets were."""
+        here = self._autoep_place_now != "bucket"
+        flats, loose = [], []
         for index in range(len(self.bit16_groups)):
-            pieces = [piece for piece in self.averaged_gradients[index] if not getattr(piece, "_zero_padding", False)]
-            parameters = self.params_in_partition[index]
-            if len(pieces) < len(parameters):
-                raise UnsupportedError(f"parameter group {index} has {len(parameters)} parameters here and {len(pieces)} gradients")
-            for piece, parameter in zip(pieces, parameters, strict=False):
-                yield GradientSlice(piece.data, self.autoep_families[parameter], shards=self.partition_count[index])
+            if here and self._autoep_all_meet_peers(index):
+                flats.append(self._autoep_flat(index))
+            else:
+                loose += [piece for _, piece in self._autoep_pieces(index)]
+        if here:
+            self.autoep_sync.correct(loose, flats)
+        return [*loose, *(piece for flat in flats for piece in flat.pieces)]
+
+    def _autoep_all_meet_peers(self, index: int) -> bool:
+        families = self.autoep_sync.families
+        return self.autoep_sync.handles.spec.tp_size > 1 and all(
+            families[parameter].family.meets_tp_peers for parameter in self.bit16_groups[index]
+        )
+
+    def _autoep_pieces(self, index: int) -> list[tuple[int, GradientSlice]]:
+        """A group's gradients on this rank, each with its place in the partition."""
+        gradients = self.averaged_gradients[index]
+        parameters = iter(self.params_in_partition[index])
+        pieces, place = [], 0
+        for position, gradient in enumerate(gradients):
+            if not getattr(gradient, "_zero_padding", False):
+                parameter = next(parameters, None)
+                if parameter is None:  # padding behind the last parameter
+                    break
+                if not gradient.is_contiguous():
+                    gradient = gradients[position] = gradient.contiguous()
+                pieces.append((place, self.autoep_sync.slice_of(gradient.data, parameter, self.partition_count[index])))
+            place += gradient.numel()
+        if next(parameters, None) is not None:
+            raise UnsupportedError(
+                f"parameter group {index} has {len(self.params_in_partition[index])} parameters here and {len(pieces)} gradients"
+            )
+        return pieces
+
+    def _autoep_flat(self, index: int) -> FlatGradients:
+        """A group's partition as one fp32 buffer. Where DeepSpeed has none yet, made here, earlier than it would."""
+        if getattr(self.averaged_gradients[index], "flat_partition", None) is None:
+            self._autoep_flatten(index)
+        buffer = self.averaged_gradients[index].flat_partition
+        return FlatGradients(buffer, tuple(piece for _, piece in self._autoep_pieces(index)))
+
+    def _autoep_flatten(self, index: int) -> None:
+        pieces = self._autoep_pieces(index)
+        tensors = [piece.gradient for _, piece in pieces]
+        buffer = torch.zeros(int(self.partition_size[index]), dtype=torch.float32, device=get_accelerator().current_device_name())
+        self.autoep_sync.reducer.ops.pack(Segments.of(tensors, [place for place, _ in pieces]), tensors, buffer)
+        views = list(buffer.split([gradient.numel() for gradient in self.averaged_gradients[index]]))
+        for view, gradient in zip(views, self.averaged_gradients[index], strict=True):
+            if getattr(gradient, "_zero_padding", False):
+                view._zero_padding = True
+        self.averaged_gradients[index] = GradPartitionBufferGroup(views, buffer)
+        self.free_grad_in_param_list(self.params_in_partition[index])
+
+    def _autoep_masters(self):
+        """This rank's fp32 parameters."""
+        for index, partition in enumerate(self.single_partition_of_fp32_groups):
+            for place, piece in self._autoep_pieces(index):
+                values = partition.detach().view(-1)[place : place + piece.gradient.numel()]
+                yield GradientSlice(values, piece.parameter, piece.shards)
+
+    # The TP rule on buckets
+
+    def reduce_ipg_grads(self, comm_dtype=None):
+        if self._autoep_corrects_buckets():
+            for dtype in list(self.ipg_buckets) if comm_dtype is None else [comm_dtype]:
+                if self.ipg_buckets[dtype].params:
+                    self._autoep_correct_bucket(dtype)
+        super().reduce_ipg_grads(comm_dtype)
+
+    def _autoep_corrects_buckets(self) -> bool:
+        """Decided at the first bucket of an optimizer step. A step whose first backward pass is not its last is corrected
+        on the partition: once, where its buckets would be many times."""
+        if self._autoep_place_now is None:
+            once = self.is_gradient_accumulation_boundary()
+            self._autoep_place_now = "bucket" if self.autoep_place == "bucket" and once else "partition"
+        return self._autoep_place_now == "bucket"
+
+    def _autoep_correct_bucket(self, dtype: torch.dtype) -> None:
+        accelerator, bucket = get_accelerator(), self.ipg_buckets[dtype]
+        stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
+        if self.overlap_comm and not accelerator.resolves_data_dependency():
+            if not self.contiguous_gradients:  # DeepSpeed does not note which streams made these
+                accelerator.synchronize()
+            for producer in bucket.copy_streams or {accelerator.current_stream()}:
+                stream.wait_stream(producer)
+        parameters = [self.bit16_groups[group][place] for group, place, _ in bucket.params]
+        with accelerator.stream(stream):
+            self.autoep_sync.correct(
+                [
+                    self.autoep_sync.slice_of(gradient, parameter)
+                    for gradient, parameter in zip(self._autoep_bucket_gradients(dtype, parameters), parameters, strict=True)
+                ]
+            )
+
+    def _autoep_bucket_gradients(self, dtype: torch.dtype, parameters) -> list[torch.Tensor]:
+        bucket = self.ipg_buckets[dtype]
+        if self.contiguous_gradients and dtype not in self.extra_large_param_to_reduce:
+            return list(bucket.buffer[bucket.index][: bucket.elements].split([parameter.numel() for parameter in parameters]))
+        for gradient in bucket.grads:
+            if not gradient.is_contiguous():
+                gradient.data = gradient.data.contiguous()
+        return [gradient.data for gradient in bucket.grads]
+
+    # The statistics in the place of DeepSpeed's norm and overflow check
 
     def has_overflow(self, partition_gradients=True) -> bool:
-        """One decision for the stage: the norm is non-finite exactly when some rank's gradient is."""
-        return not self.autoep_norm.is_finite
+        """One decision for the stage: some rank's gradient is not finite."""
+        return not self._autoep_statistics.is_finite
 
     def scaled_global_norm(self, norm_type=2) -> torch.Tensor:
         """Norm of the (loss-scaled) gradients, for the clipping and the report of DeepSpeed's step."""
         if norm_type != 2:
             raise UnsupportedError(f"norm_type={norm_type!r} is not supported: legal is 2")
-        device = self.single_partition_of_fp32_groups[0].device
-        value = self.autoep_norm.value if self.autoep_norm.is_finite else -1.0  # DeepSpeed's mark for "not finite"
-        return torch.tensor(value, dtype=torch.float32, device=device)
+        value = self._autoep_statistics.norm if self._autoep_statistics.is_finite else -1.0  # DeepSpeed's "not finite"
+        return torch.tensor(value, dtype=torch.float32, device=self.single_partition_of_fp32_groups[0].device)
 
     def allreduce_and_copy_with_multiple_ranks(
         self, small_bucket, communication_data_type, log=None, divide=True, process_group=None, bucket_ranks=None, output_bucket=None
@@ -83,73 +189,14 @@ class FoldedZeroOptimizer(DeepSpeedZeroOptimizer):
         for gradient, output in zip(small_bucket, output_bucket or [None] * len(small_bucket), strict=True):
             self._add_to_grad_partition_buffer(output, gradient)
 
-    # contiguous_gradients=false: DeepSpeed averages every gradient over the dense group, experts too.
 
-    def buffered_reduce_fallback(self, rank, grads, communication_data_type, elements_per_buffer=500000000, log=None):
-        bucket = self.ipg_buckets[communication_data_type]
-        for group, members in self._autoep_by_group(grads, bucket.params):
-            for dtype_members in _by_dtype([grad for grad, _ in members]):
-                torch._foreach_div_(dtype_members, dist.get_world_size(self.dp_process_group))
-                self.allreduce_no_retain(
-                    dtype_members,
-                    communication_data_type,
-                    numel_per_bucket=elements_per_buffer,
-                    rank=rank,
-                    log=log,
-                    divide=False,
-                    process_group=group,
-                )
-
-    def _allreduce_noncontiguous_bucket_preserving_fp32(self, grads, grad_params, communication_data_type):
-        for group, members in self._autoep_by_group(grads, grad_params):
-            chosen = [grad for grad, _ in members]
-            torch._foreach_div_(chosen, dist.get_world_size(self.dp_process_group))
-            self._autoep_reduce_over = group
-            try:
-                super()._allreduce_noncontiguous_bucket_preserving_fp32(
-                    chosen, [place for _, place in members], communication_data_type
-                )
-            finally:
-                self._autoep_reduce_over = None
-
-    _autoep_reduce_over = None  # the group that the bucket being reduced belongs to, when the caller cannot pass it
-
-    def allreduce_bucket(self, bucket, communication_data_type, rank=None, log=None, divide=True, process_group=None):
-        if self._autoep_reduce_over is not None:
-            divide, process_group = False, self._autoep_reduce_over
-        return super().allreduce_bucket(
-            bucket, communication_data_type, rank=rank, log=log, divide=divide, process_group=process_group
-        )
-
-    def _autoep_by_group(self, grads, places):
-        """Split a bucket by the process group of each parameter group: dense first, on every rank."""
-        kinds = {}
-        for grad, place in zip(grads, places, strict=True):
-            kinds.setdefault(self.is_moe_param_group[place[0]] if self.has_moe_layers else False, []).append((grad, place))
-        return [(self.real_dp_process_group[kinds[kind][0][1][0]], kinds[kind]) for kind in sorted(kinds)]
-
-
-def _by_dtype(tensors):
-    kinds: dict[torch.dtype, list] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return list(kinds.values())
-
-
-def fold_zero_optimizer(
-    optimizer: DeepSpeedZeroOptimizer,
-    handles: FoldingGroupHandles,
-    families: Mapping[torch.nn.Parameter, ParameterInfo],
-    reducer: TPGradientReducer,
-    contiguous_gradients: bool,
-) -> None:
+def fold_zero_optimizer(optimizer: DeepSpeedZeroOptimizer, sync: GradientSync, place: str, contiguous_gradients: bool) -> None:
     """Swap the class of a freshly built ZeRO-1/2 optimizer. Raises :class:`UnsupportedError` for any other type."""
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         raise UnsupportedError(f"optimizer {type(optimizer).__name__} is not supported: legal is ZeRO stage 1 or 2")
     optimizer.__class__ = FoldedZeroOptimizer
-    optimizer.autoep_handles = handles
-    optimizer.autoep_families = families
-    optimizer.autoep_reducer = reducer
-    optimizer.check_grad_overflow = True  # skip a non-finite step in every dtype; the norm knows already
-    # DeepSpeed asserts true for MoE when it builds ZeRO-2; the paths above make false right.
+    optimizer.autoep_sync = sync
+    optimizer.autoep_place = place
+    optimizer.check_grad_overflow = True  # skip a non-finite step in every dtype; the statistics know already
+    # DeepSpeed asserts true for MoE when it builds ZeRO-2; NoncontiguousReduction makes false right.
     optimizer.contiguous_gradients = contiguous_gradients

@@ -1,125 +1,201 @@
-"""The TP rule of the family table, applied to all of a step's gradients at once.
+"""The TP rule of the family table, applied to many gradients at once.
 
-Runs after the reduction over data (it is linear, so the order does not matter, and a ZeRO partition is 1/dp of the
-traffic). Gradients that meet their TP peers are packed into one fp32 buffer, summed by one all-reduce, scaled by
-their family's factor and written back in their own dtype; expert gradients are scaled in place.
+Gradients that meet their TP peers go through one flat fp32 buffer: pack, one all-reduce, and one pass that applies each
+piece's factor and writes it back in its own dtype; experts, which need no collective, are scaled in the same pass. Where
+gradients already lie in one flat fp32 buffer, that is summed as it is. Large lists take several transfers, of which one
+is on the wire while another is packed or written back.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_autoep.errors import RankMismatchError
-from deepspeed_autoep.folding.families import FAMILY_RULES, GradientFamily
+from deepspeed_autoep.folding.families import GradientFamily
 from deepspeed_autoep.folding.groups import FoldingGroupHandles
-from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
+from deepspeed_autoep.gradients.buckets import TPRule, Transfer, plan_flat, plan_transfers
+from deepspeed_autoep.gradients.lanes import LaneDeviation
+from deepspeed_autoep.gradients.slices import FlatGradients, GradientSlice, ParameterInfo
+from deepspeed_autoep.ops import IN_PLACE, Segments, choose_ops
 
-# Elements packed for one collective: bounds the extra memory (fp32) to 256 MiB.
-BUCKET_ELEMENTS = 64 * 1024 * 1024
-# Share by which a lane's gradient may differ from the lanes' mean before a REPLICATED parameter counts as wrongly
-# classified. Lanes compute the same thing, so they differ by rounding only.
-_LANE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
-# Gradients below this share of the largest one are rounding noise, not evidence.
-_NOISE_FLOOR = 1e-3
+# fp32 elements of one transfer, and transfers under way at a time. Host: a buffer that stays in the caches between pack,
+# all-reduce and unpack (docs/benchmarks). GPU: large enough for the wire's full speed.
+TRANSFER_ELEMENTS = {"cpu": 2 * 1024 * 1024, "gpu": 32 * 1024 * 1024}
+DEPTH = 2
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A transfer with what its ops derive from it."""
+
+    transfer: Transfer
+    segments: Segments
+
+
+def _prepare(transfers: Sequence[Transfer]) -> tuple[_Pass, ...]:
+    return tuple(
+        _Pass(
+            transfer,
+            Segments(
+                tuple(part.count for part in transfer.parts),
+                tuple(IN_PLACE if part.offset is None else part.offset for part in transfer.parts),
+                tuple(part.factor for part in transfer.parts),
+            ),
+        )
+        for transfer in transfers
+    )
 
 
 class TPGradientReducer:
-    """Corrects one rank's gradient pieces over its TP group. Lanes must pass the same pieces in the same order."""
+    """Corrects one rank's gradients over its TP group. Lanes must pass the same pieces in the same order."""
 
     def __init__(
         self,
         handles: FoldingGroupHandles,
         parameters: Sequence[ParameterInfo],
         device: torch.device,
-        bucket_elements: int = BUCKET_ELEMENTS,
+        *,
+        synchronize_replicated: bool = True,
+        transfer_elements: int | None = None,
     ) -> None:
         self.handles = handles
-        self.device = device  # of the stage's collectives
+        self.device = torch.device(device)  # of the gradients and the stage's collectives
         self.parameters = parameters  # of the whole model, in order
-        self.bucket_elements = bucket_elements
-        self.verify_next = handles.spec.tp_size > 1  # check the classification once, on the first gradients
+        self.rule = TPRule(handles.spec.tp_size, synchronize_replicated)
+        self.transfer_elements = transfer_elements or TRANSFER_ELEMENTS["cpu" if self.device.type == "cpu" else "gpu"]
+        self.ops = choose_ops(self.device)
+        # Check the classification once, on the first gradients; they are averaged, whatever the rule says later.
+        self.verify_next = handles.spec.tp_size > 1
+        self._deviation: LaneDeviation | None = None
+        self._plans: dict[tuple, tuple[_Pass, ...] | None] = {}
+        self._ring: list[torch.Tensor] = []
+        self._last_use = None  # event of the last pass over the ring, where streams exist
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory that the reducer holds between steps."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._ring)
 
     @torch.no_grad()
     def correct(self, slices: Sequence[GradientSlice]) -> None:
-        """Apply the TP rule to every piece, in place. Call once per optimizer step."""
-        if self.handles.spec.tp_size == 1:
+        """Apply the TP rule to every piece, in place. Once for each gradient and optimizer step."""
+        rule = self._rule_now()
+        if rule.tp_size > 1:
+            counts = tuple(piece.gradient.numel() for piece in slices)
+            families = tuple(piece.parameter.family for piece in slices)
+            key = (counts, families, rule)
+            if key not in self._plans:
+                self._plans[key] = _prepare(plan_transfers(counts, families, rule, self.transfer_elements))
+            self._run(self._plans[key], slices, None)
+
+    @torch.no_grad()
+    def correct_flat(self, flat: FlatGradients) -> None:
+        """As :meth:`correct`, for pieces that are one fp32 buffer: without packing where all of them are summed."""
+        rule = self._rule_now()
+        if rule.tp_size == 1:
             return
-        self._cancel_expert_factor(slices)
-        met = [piece for piece in slices if piece.parameter.family.meets_tp_peers and piece.gradient.numel()]
-        deviation = _LaneDeviation(self.parameters, self.handles, self.device) if self.verify_next else None
-        for bucket in _buckets(met, self.bucket_elements):
-            self._reduce_bucket(bucket, deviation)
-        if deviation is not None:
-            self.verify_next = False
+        counts = tuple(piece.gradient.numel() for piece in flat.pieces)
+        families = tuple(piece.parameter.family for piece in flat.pieces)
+        key = (counts, families, flat.offsets(), flat.buffer.numel(), rule)
+        if key not in self._plans:
+            transfers = plan_flat(counts, families, key[2], key[3], rule, self.transfer_elements)
+            self._plans[key] = None if transfers is None else _prepare(transfers)
+        if (passes := self._plans[key]) is None:
+            self.correct(flat.pieces)
+        else:
+            self._run(passes, flat.pieces, flat)
+
+    def finish_step(self) -> None:
+        """After the last :meth:`correct` of an optimizer step. Raises :class:`RankMismatchError`, on every rank, if the first
+        step's gradients show a parameter with a wrong family."""
+        if self.verify_next:
+            deviation = self._deviation or LaneDeviation(self.parameters, self.handles, self.device)
+            self.verify_next, self._deviation = False, None
             deviation.raise_if_any()
 
-    def _cancel_expert_factor(self, slices: Sequence[GradientSlice]) -> None:
-        for family in (GradientFamily.EXPERT, GradientFamily.EXPERT_SHARED_ETP):
-            gradients = [piece.gradient for piece in slices if piece.parameter.family is family]
-            if gradients:
-                torch._foreach_mul_(gradients, FAMILY_RULES[family].tp_factor(self.handles.spec.tp_size))
+    def _rule_now(self) -> TPRule:
+        if not self.verify_next:
+            return self.rule
+        if self._deviation is None:
+            self._deviation = LaneDeviation(self.parameters, self.handles, self.device)
+        return TPRule(self.rule.tp_size)
 
-    def _reduce_bucket(self, bucket: list[GradientSlice], deviation: _LaneDeviation | None) -> None:
-        packed = torch.cat([piece.gradient.reshape(-1).to(torch.float32) for piece in bucket])
-        own = packed.clone() if deviation is not None else None
-        dist.all_reduce(packed, group=self.handles.tp_group)
-        start = 0
-        for piece in bucket:
-            stop = start + piece.gradient.numel()
-            summed = packed[start:stop]
-            summed.mul_(FAMILY_RULES[piece.parameter.family].tp_factor(self.handles.spec.tp_size))
-            if deviation is not None and piece.parameter.family is GradientFamily.REPLICATED:
-                deviation.add(piece.parameter, own[start:stop], summed, piece.gradient.dtype)
-            piece.gradient.copy_(summed.view(piece.gradient.shape))
-            start = stop
+    def _run(self, passes: Sequence[_Pass], pieces: Sequence[GradientSlice], flat: FlatGradients | None) -> None:
+        self._wait_for_ring()
+        under_way: deque = deque()
+        for index, step in enumerate(passes):
+            if len(under_way) == DEPTH:
+                self._finish(*under_way.popleft(), pieces, flat)
+            under_way.append(self._start(step, index % DEPTH, pieces, flat))
+        while under_way:
+            self._finish(*under_way.popleft(), pieces, flat)
+        self._mark_ring()
+
+    def _start(self, step: _Pass, slot: int, pieces: Sequence[GradientSlice], flat: FlatGradients | None):
+        """Put one transfer on the wire: (pass, its tensors, what the collective works on, the lane's own values, work)."""
+        transfer = step.transfer
+        if flat is not None:
+            buffer = flat.buffer[transfer.first : transfer.first + transfer.size]
+            tensors = [flat.buffer[part.start : part.start + part.count] for part in transfer.parts]
+            own = buffer.clone() if self._deviation is not None else None  # in the first step only
+        else:
+            buffer = self._buffer(slot, transfer.size)[: transfer.size]
+            tensors = [_elements(pieces[part.piece].gradient, part.start, part.count) for part in transfer.parts]
+            own = None
+            if transfer.size:
+                self.ops.pack(step.segments, tensors, buffer)
+        work = dist.all_reduce(buffer, group=self.handles.tp_group, async_op=True) if transfer.size else None
+        return step, tensors, buffer, own, work
+
+    def _finish(self, step: _Pass, tensors, buffer, own, work, pieces: Sequence[GradientSlice], flat) -> None:
+        if work is not None:
+            work.wait()
+        if self._deviation is not None and step.transfer.size:
+            if flat is not None:
+                self._compare_flat(step.transfer, buffer, own, flat)
+            else:
+                self._compare(step.transfer, buffer, tensors, pieces)
+        if step.transfer.parts:
+            self.ops.scale_unpack(step.segments, tensors, buffer)
+
+    def _compare(self, transfer: Transfer, buffer: torch.Tensor, tensors, pieces: Sequence[GradientSlice]) -> None:
+        for part, own in zip(transfer.parts, tensors, strict=True):
+            piece = pieces[part.piece]
+            if piece.parameter.family is GradientFamily.REPLICATED:
+                summed = buffer[part.offset : part.offset + part.count]
+                self._deviation.add(piece.parameter, own, summed, part.factor, piece.computed_in)
+
+    def _compare_flat(self, transfer: Transfer, buffer: torch.Tensor, own: torch.Tensor, flat: FlatGradients) -> None:
+        last = transfer.first + transfer.size
+        for piece, offset in zip(flat.pieces, flat.offsets(), strict=True):
+            begin, end = max(transfer.first, offset) - transfer.first, min(last, offset + piece.gradient.numel()) - transfer.first
+            if begin < end and piece.parameter.family is GradientFamily.REPLICATED:
+                factor = TPRule(self.rule.tp_size).factor(GradientFamily.REPLICATED)
+                self._deviation.add(piece.parameter, own[begin:end], buffer[begin:end], factor, piece.computed_in)
+
+    def _buffer(self, slot: int, size: int) -> torch.Tensor:
+        """The slot's buffer with at least ``size`` elements; zeroed when made, so that gaps hold numbers."""
+        while len(self._ring) <= slot:
+            self._ring.append(torch.zeros(0, dtype=torch.float32, device=self.device))
+        if self._ring[slot].numel() < size:
+            self._ring[slot] = torch.zeros(size, dtype=torch.float32, device=self.device)
+        return self._ring[slot]
+
+    def _wait_for_ring(self) -> None:
+        """The last pass may have run on another stream (a flush on the reduction stream, ``step()`` on the default one)."""
+        if self._last_use is not None:
+            torch.get_device_module(self.device).current_stream().wait_event(self._last_use)
+
+    def _mark_ring(self) -> None:
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            self._last_use = self._last_use or module.Event()
+            self._last_use.record(module.current_stream())
 
 
-def _buckets(slices: Sequence[GradientSlice], limit: int) -> list[list[GradientSlice]]:
-    """Consecutive pieces up to ``limit`` elements; a larger piece is alone."""
-    buckets: list[list[GradientSlice]] = []
-    filled = 0
-    for piece in slices:
-        size = piece.gradient.numel()
-        if not buckets or filled + size > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(piece)
-        filled += size
-    return buckets
-
-
-class _LaneDeviation:
-    """How far lanes are apart on REPLICATED parameters: a parameter that one lane's part feeds is not replicated.
-
-    HF's tp_plan says which parameters have partial gradients; a plan that forgets one would be averaged, tp times too
-    small, without a word. The first step's gradients show it.
-    """
-
-    def __init__(self, parameters: Sequence[ParameterInfo], handles: FoldingGroupHandles, device: torch.device) -> None:
-        self.handles = handles
-        self.parameters = parameters
-        # Rows: squared deviation over tolerance squared, squared mean. float64 [2, parameters]
-        self.sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
-
-    def add(self, parameter: ParameterInfo, own: torch.Tensor, mean: torch.Tensor, dtype: torch.dtype) -> None:
-        tolerance = _LANE_TOLERANCE.get(dtype, 1e-2)
-        self.sums[0, parameter.index] += (own - mean).double().square().sum() / tolerance**2
-        self.sums[1, parameter.index] += mean.double().square().sum()
-
-    def raise_if_any(self) -> None:
-        """Collective over the stage; every rank raises the same error or none does."""
-        dist.all_reduce(self.sums, group=self.handles.stage_group)
-        deviation, mean = self.sums.cpu()
-        # A non-finite gradient is the norm's business (the step is skipped), not evidence of a wrong family.
-        floor = _NOISE_FLOOR**2 * mean.nan_to_num(0.0, 0.0, 0.0).max()
-        for index, parameter in enumerate(self.parameters):
-            if torch.isfinite(deviation[index]) and deviation[index] > max(mean[index], floor):
-                raise RankMismatchError(
-                    f"the gradient of {parameter.name!r} differs between the lanes of a tensor-parallel group, so it is not "
-                    "replicated: either one lane's shard alone feeds it (give a tensor_parallel.partition_config of the whole model "
-                    'with {"partition_type": "skip", "grad_allreduce": true} for it), or the lanes were given different samples or '
-                    "random states"
-                )
+def _elements(gradient: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return gradient if count == gradient.numel() else gradient.view(-1)[start : start + count]

@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import ctypes
-import glob
-import os
 
 import torch
+
+from deepspeed_autoep.shared_library import load_library
 
 _INT64_POINTER = ctypes.POINTER(ctypes.c_int64)
 
 
 def _load() -> ctypes.CDLL | None:
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for path in glob.glob(os.path.join(package, "_dispatch_plan*.so")):
-        try:
-            library = ctypes.CDLL(path)
-        except OSError:
-            continue
+    library = load_library("_dispatch_plan")
+    if library is not None:
         library.autoep_sort_by_expert.argtypes = [
             _INT64_POINTER,
             ctypes.c_int64,
@@ -30,11 +26,10 @@ def _load() -> ctypes.CDLL | None:
             _INT64_POINTER,
         ]
         library.autoep_sort_by_expert.restype = ctypes.c_int64
-        return library
-    return None
+    return library
 
 
-_LIBRARY = None if os.environ.get("DEEPSPEED_AUTOEP_DISABLE_CPP") == "1" else _load()
+_LIBRARY = _load()
 
 
 def is_native() -> bool:

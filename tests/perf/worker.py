@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import importlib
 import itertools
 import logging
 import os
@@ -183,6 +184,9 @@ def serve(connection: Connection) -> None:
             result = recorded_step(variant)
         elif command == "profile":
             result = profiled_steps(variant, argument)
+        elif command == "call":
+            module, function, arguments = argument
+            result = getattr(importlib.import_module(module), function)(*arguments)
         else:
             raise ValueError(f"unknown command {command!r}")
         connection.send(("ok", result))

@@ -31,6 +31,7 @@ class Workload:
     zero: int = 1
     shard_head: bool = False
     fused_adam: bool = False
+    correction: str = "auto"  # ours only: expert_parallel.tp_gradient_correction
 
     def __post_init__(self) -> None:
         if self.tokens % self.sequence:
@@ -106,7 +107,11 @@ def ds_config(work: Workload, *, stock: bool) -> dict:
         "zero_optimization": {"stage": work.zero, "reduce_bucket_size": 10_000_000},
         # Declared here, not passed: stock cannot split a client's optimizer into expert and dense groups.
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True, "fused": work.fused_adam}},
-        "expert_parallel": {"enabled": True, "autoep_size": work.ep, **({"preset_model": "mixtral"} if stock else {})},
+        "expert_parallel": {
+            "enabled": True,
+            "autoep_size": work.ep,
+            **({"preset_model": "mixtral"} if stock else {"tp_gradient_correction": work.correction}),
+        },
         "tensor_parallel": tensor,
         "steps_per_print": 10**9,
     }

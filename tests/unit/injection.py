@@ -28,7 +28,7 @@ def injected_engine(case: Case, gradient: Callable[[str, GradientFamily, torch.T
 
     engine.module.forward = forward
     # Lanes are given different gradients on purpose.
-    engine._autoep_reducer.verify_next = False
+    engine.autoep_sync.reducer.verify_next = False
     return engine
 
 

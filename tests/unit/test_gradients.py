@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from deepspeed_autoep.folding import (
     mark_autoep_folding_router_parameter,
     reduce_autoep_folding_gradient,
 )
-from deepspeed_autoep.gradients.norms import GradientNorm, global_gradient_norm, sum_of_squares
-from deepspeed_autoep.gradients.reducer import TPGradientReducer, _buckets
+from deepspeed_autoep.gradients.norms import StatisticsPass
+from deepspeed_autoep.gradients.reducer import TPGradientReducer
 from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
 from tests.unit.injection import expected_of_powers, injected_engine, one_backward, one_step, snapshot, stage_gradient
 from tests.unit.pool import run_on
@@ -131,13 +130,15 @@ def one_scalar_each(gradient: float):
         GradientSlice(torch.tensor([gradient]), ParameterInfo(index, family.value, family), shards=1)
         for index, family in enumerate(families)
     ]
-    return global_gradient_norm(slices, handles.spec, handles.stage_group, torch.device("cpu")).value
+    parameters = [piece.parameter for piece in slices]
+    found = StatisticsPass(handles.spec, handles.stage_group, torch.device("cpu"), parameters, groups=1)(slices)
+    return found.norm, found.zeros, found.is_finite
 
 
-def test_one_dense_and_two_expert_scalars_have_norm_sqrt_3():
-    assert run_on(2, one_scalar_each, 1.0) == [pytest.approx(math.sqrt(3), rel=1e-7)] * 2
-    assert run_on(2, one_scalar_each, 0.0) == [0.0, 0.0]
-    assert not any(math.isfinite(norm) for norm in run_on(2, one_scalar_each, math.inf))
+def test_one_dense_and_two_expert_scalars_have_norm_sqrt_3_and_three_zeros():
+    assert run_on(2, one_scalar_each, 1.0) == [(pytest.approx(math.sqrt(3), rel=1e-15), 0, True)] * 2
+    assert run_on(2, one_scalar_each, 0.0) == [(0.0, 3, True)] * 2
+    assert [finite for _, _, finite in run_on(2, one_scalar_each, math.inf)] == [False, False]
 
 
 def miscounted(case: Case, family: str):
@@ -313,35 +314,13 @@ def test_a_partial_gradient_taken_for_replicated_is_an_error(zero):
         assert "q_norm" in message or "k_norm" in message
 
 
-@pytest.mark.parametrize(
-    ("max_norm", "norm", "factor"), [(1.0, 4.0, 1 / (4 + 1e-6)), (5.0, 4.0, 1.0), (0.0, 4.0, 1.0), (1.0, 0.0, 1.0)]
-)
-def test_clip_factor(max_norm, norm, factor):
-    assert GradientNorm(norm).clip_factor(max_norm) == pytest.approx(factor, rel=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 1 << 10, (1 << 10) + 3, 3_000_001])
-def test_sum_of_squares_keeps_its_digits(size, dtype):
-    tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
-    right = tensor.double().square().sum().item()
-    assert sum_of_squares(tensor).item() == pytest.approx(right, rel=1e-6)
-    assert sum_of_squares(tensor.view(1, -1).t()).item() == pytest.approx(right, rel=1e-6)
-
-
-def test_buckets_respect_the_limit_and_keep_order():
-    pieces = [SimpleNamespace(gradient=torch.zeros(size), size=size) for size in (3, 4, 10, 1, 1, 6)]
-    assert [[piece.size for piece in bucket] for bucket in _buckets(pieces, 7)] == [[3, 4], [10], [1, 1], [6]]
-    assert _buckets([], 7) == []
-
-
 def bucket_sizes(limit: int):
     """One parameter a bucket or all in one: the same result."""
     handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=2, ep_size=2))
     families = [GradientFamily.REPLICATED, GradientFamily.EXPERT, GradientFamily.PARTIAL, GradientFamily.TP_SHARDED]
     infos = [ParameterInfo(i, f"p{i}", families[i % 4]) for i in range(8)]
     slices = [GradientSlice(torch.full((i + 1, 2), 2.0 ** dist.get_rank()), info, 1) for i, info in enumerate(infos)]
-    reducer = TPGradientReducer(handles, infos, torch.device("cpu"), bucket_elements=limit)
+    reducer = TPGradientReducer(handles, infos, torch.device("cpu"), transfer_elements=limit)
     reducer.verify_next = False
     reducer.correct(slices)
     return [piece.gradient.flatten()[0].item() for piece in slices]

@@ -20,6 +20,11 @@ from tests.unit.training import (
 
 LOSS_AND_NORM, PARAMETER = 1e-5, 1e-4
 
+BUCKET = (("tp_gradient_correction", "bucket"),)
+PARTITION = (("tp_gradient_correction", "partition"),)
+MANUAL = {"samples": 12, "options": (("manual", 3),)}
+ACCUMULATION_3 = {"samples": 12, "config": (("gradient_accumulation_steps", 3),)}
+
 MODES = {
     "overlap": {"zero_config": (("overlap_comm", True),)},
     "no_overlap": {"zero_config": (("overlap_comm", False),)},
@@ -42,6 +47,43 @@ MODES = {
     # rounding, and AdamW's division makes a full step of that noise.
     "top_1": {"overrides": (("num_experts_per_tok", 1),), "optimizer": "SGD"},
     "two_tokens": {"samples": 2, "length": 2, "tp": 4, "world": 8, "optimizer": "SGD"},
+    # Where gradients are corrected over TP. "overlap" above takes the bucket by itself.
+    "partition_overlap": {"expert_config": PARTITION, "zero_config": (("overlap_comm", True),), "zero": (1, 2)},
+    "bucket": {"expert_config": BUCKET, "zero": (1, 2)},
+    "bucket_not_contiguous": {"expert_config": BUCKET, "ep": 1, "zero_config": (("contiguous_gradients", False),), "zero": (1, 2)},
+    "bucket_not_contiguous_overlap": {
+        "expert_config": BUCKET,
+        "ep": 4,
+        "zero_config": (("contiguous_gradients", False), ("overlap_comm", True)),
+        "zero": (1, 2),
+    },
+    "bucket_small": {"expert_config": BUCKET, "zero_config": (("reduce_bucket_size", 700),), "zero": (1, 2)},
+    "bucket_one_parameter": {"expert_config": BUCKET, "zero_config": (("reduce_bucket_size", 1),), "zero": (1, 2)},
+    "bucket_one_parameter_overlap": {"zero_config": (("reduce_bucket_size", 1), ("overlap_comm", True)), "zero": (1, 2)},
+    "partition_one_parameter": {"expert_config": PARTITION, "zero_config": (("reduce_bucket_size", 1),), "zero": (1, 2)},
+    "bucket_round_robin": {"expert_config": BUCKET, "zero_config": (("round_robin_gradients", True),), "zero": (1, 2)},
+    "bucket_reentrant": {"expert_config": BUCKET, "options": (("checkpointing", "reentrant"),), "zero": (1, 2)},
+    "bucket_tied": {"expert_config": BUCKET, "overrides": (("tie_word_embeddings", True),), "zero": (1, 2)},
+    "accumulation_3": ACCUMULATION_3,
+    "accumulation_3_overlap": {**ACCUMULATION_3, "zero_config": (("overlap_comm", True),), "zero": (1, 2)},
+    "accumulation_3_bucket": {**ACCUMULATION_3, "expert_config": BUCKET, "zero": (1, 2)},
+    "manual_boundary": MANUAL,
+    "manual_boundary_overlap": {**MANUAL, "zero_config": (("overlap_comm", True),), "zero": (1, 2)},
+    "manual_boundary_bucket": {**MANUAL, "expert_config": BUCKET, "zero": (1, 2)},
+    "uneven_vocabulary_overlap": {
+        "overrides": (("vocab_size", 67),),
+        "zero_config": (("overlap_comm", True),),
+        "zero": (1, 2),
+    },
+    # Gradients that are not averaged over lanes are the same on all of them.
+    "replicated_off": {"expert_config": (("replicated_gradient_sync", "off"),)},
+    "replicated_verified": {
+        "expert_config": (("replicated_gradient_sync", "verify"), ("replicated_gradient_verify_interval", 1)),
+    },
+    "replicated_verified_bucket": {
+        "expert_config": (("replicated_gradient_sync", "verify"), ("replicated_gradient_verify_interval", 1), *BUCKET),
+        "zero": (1, 2),
+    },
     "prescaled": {"config": (("prescale_gradients", True), ("gradient_predivide_factor", 2.0)), "zero": (0,)},
 }
 

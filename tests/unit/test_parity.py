@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepspeed_autoep.folding import FAMILY_RULES, GradientFamily
-from deepspeed_autoep.gradients import norms, reducer
+from deepspeed_autoep.gradients import lanes, norms, sync
 from tests.unit.models import FAMILIES, HAS_AUX_LOSS
 from tests.unit.pool import run_on
 from tests.unit.training import Case, reference_of, train, worst_errors
@@ -69,7 +69,7 @@ def _rule(family: GradientFamily, **changes):
 
 
 def _without_verification():
-    return mock.patch.object(reducer._LaneDeviation, "raise_if_any", lambda self: None)
+    return mock.patch.object(lanes.LaneDeviation, "raise_if_any", lambda self: None)
 
 
 def _replicas_on_lanes(spec):
@@ -78,7 +78,7 @@ def _replicas_on_lanes(spec):
 
 SABOTAGES = {
     # name: (patches, which error must show)
-    "no_tp_correction": (lambda: [mock.patch.object(reducer.TPGradientReducer, "correct", lambda *_: None)], "norm"),
+    "no_tp_correction": (lambda: [mock.patch.object(sync.GradientSync, "correct", lambda *_: None)], "norm"),
     "no_expert_cancel": (lambda: [_rule(GradientFamily.EXPERT, tp_reduction="skip")], "norm"),
     "partial_averaged": (
         lambda: [_rule(GradientFamily.PARTIAL, tp_reduction="average"), _without_verification()],

@@ -151,7 +151,7 @@ def train_drifting(case: Case):
     """Without the TP rule lanes drift apart."""
     from unittest import mock
 
-    from deepspeed_autoep.gradients import reducer
+    from deepspeed_autoep.gradients import sync
 
-    with mock.patch.object(reducer.TPGradientReducer, "correct", lambda *_: None):
+    with mock.patch.object(sync.GradientSync, "correct", lambda *_: None):
         return train_bf16(case)

@@ -89,21 +89,28 @@ def mean_over_data(value: torch.Tensor, engine) -> float:
 
 
 def train(case: Case) -> Curve | None:
-    """Train; rank 0 returns the curve with the consolidated state. Options: ``checkpointing`` = reentrant | nonreentrant."""
+    """Train; rank 0 returns the curve with the consolidated state.
+
+    Options: ``checkpointing`` = reentrant | nonreentrant; ``manual`` = backward passes a step, whose last is declared the
+    boundary by hand.
+    """
     import deepspeed_autoep
 
     options = dict(case.options)
     engine = build_engine(case)
     if "checkpointing" in options:
         engine.module.gradient_checkpointing_enable({"use_reentrant": options["checkpointing"] == "reentrant"})
-    accumulation = engine.gradient_accumulation_steps()
+    accumulation = options.get("manual", engine.gradient_accumulation_steps())
     curve = Curve()
     for batch in make_batches(case.steps, case.samples, case.length):
         total = 0.0
-        for share in my_share(batch, case).chunk(accumulation):
+        for index, share in enumerate(my_share(batch, case).chunk(accumulation)):
+            if "manual" in options:
+                engine.set_gradient_accumulation_boundary(index == accumulation - 1)
             loss = engine(input_ids=share, labels=share).loss
-            engine.backward(loss)
-            engine.step()
+            engine.backward(loss / accumulation if "manual" in options else loss)
+            if "manual" not in options or index == accumulation - 1:
+                engine.step()
             total += mean_over_data(loss, engine) / accumulation
         curve.losses.append(total)
         curve.norms.append(float(engine.get_global_grad_norm()))

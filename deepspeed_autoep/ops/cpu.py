@@ -1,0 +1,96 @@
+"""The bucket ops in C++ (``csrc/gradient_ops.cpp``), for tensors in host memory. See :mod:`deepspeed_autoep.ops.reference`.
+
+The library is built twice, portable and for AVX2 with FMA and F16C; the processor decides which one is loaded. Passes use
+``torch.get_num_threads()`` threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from deepspeed_autoep.ops.segments import DTYPES, Segments, check
+from deepspeed_autoep.shared_library import load_library
+
+NAME = "cpp"
+_PORTABLE, _AVX2 = "_gradient_ops", "_gradient_ops_avx2"
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def _load() -> ctypes.CDLL | None:
+    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    library = load_library(_AVX2, _PORTABLE) if wide else load_library(_PORTABLE)
+    if library is not None:
+        declare(library)
+    return library
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Give a freshly loaded library its signatures."""
+    count, pointer, threads = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32
+    library.autoep_pack.argtypes = [count, *[pointer] * 5, threads]
+    library.autoep_scale_unpack.argtypes = [count, *[pointer] * 6, threads]
+    library.autoep_squares_and_zeros.argtypes = [count, *[pointer] * 5, threads]
+    for function in (library.autoep_pack, library.autoep_scale_unpack, library.autoep_squares_and_zeros):
+        function.restype = None
+
+
+_LIBRARY = _load()
+
+
+def is_available() -> bool:
+    return _LIBRARY is not None
+
+
+def _static(segments: Segments) -> tuple:
+    """counts, offsets, factors as C arrays."""
+    arrays = segments.derived.get(NAME)
+    if arrays is None:
+        size = len(segments.counts)
+        arrays = segments.derived[NAME] = (
+            (ctypes.c_int64 * size)(*segments.counts),
+            (ctypes.c_int64 * size)(*segments.offsets),
+            (ctypes.c_float * size)(*segments.factors),
+        )
+    return arrays
+
+
+def _dynamic(tensors: Sequence[torch.Tensor]) -> tuple:
+    """Addresses and dtype codes as C arrays."""
+    size = len(tensors)
+    return (
+        (ctypes.c_void_p * size)(*[tensor.data_ptr() for tensor in tensors]),
+        (ctypes.c_int32 * size)(*[_CODES[tensor.dtype] for tensor in tensors]),
+    )
+
+
+@torch.no_grad()
+def pack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    check(segments, tensors, buffer)
+    counts, offsets, _ = _static(segments)
+    addresses, codes = _dynamic(tensors)
+    _LIBRARY.autoep_pack(len(tensors), addresses, codes, counts, offsets, buffer.data_ptr(), torch.get_num_threads())
+
+
+@torch.no_grad()
+def scale_unpack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    check(segments, tensors, buffer)
+    counts, offsets, factors = _static(segments)
+    addresses, codes = _dynamic(tensors)
+    _LIBRARY.autoep_scale_unpack(
+        len(tensors), addresses, codes, counts, offsets, factors, buffer.data_ptr(), torch.get_num_threads()
+    )
+
+
+@torch.no_grad()
+def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    check(segments, tensors, None)
+    counts, _, _ = _static(segments)
+    addresses, codes = _dynamic(tensors)
+    result = torch.empty(2, len(tensors), dtype=torch.float64)
+    squares = result.data_ptr()
+    zeros = squares + result.element_size() * len(tensors)
+    _LIBRARY.autoep_squares_and_zeros(len(tensors), addresses, codes, counts, squares, zeros, torch.get_num_threads())
+    return result
