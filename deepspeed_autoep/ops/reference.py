@@ -41,7 +41,8 @@ def scale_unpack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: to
 def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """fp64 [2, segments]: each segment's sum of squares and its count of zeros.
 
-    Squares are fp64, in which no fp32 square overflows: a sum is finite exactly when all its elements are.
+    Squares are fp64, in which no fp32 square overflows: a sum is finite exactly when all its elements are. Others may add
+    up in fp32 for a while, to 1e-6 of the sum or better, with the same property.
     """
     check(segments, tensors, None)
     if not tensors:

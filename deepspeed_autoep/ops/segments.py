@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 IN_PLACE = -1  # offset of a segment that has no place in the buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEGAL = frozenset(DTYPES)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Segments:
             tuple(factors) if factors is not None else (1.0,) * len(tensors),
         )
 
-    @property
+    @cached_property
     def extent(self) -> int:
         """Elements of the smallest buffer that holds all segments."""
         return max((offset + count for offset, count in zip(self.offsets, self.counts, strict=True) if offset >= 0), default=0)
@@ -48,6 +50,20 @@ def check(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Ten
     """Raise ``ValueError`` where a pass over raw memory would read or write outside of its tensors."""
     if len(tensors) != len(segments.counts):
         raise ValueError(f"{len(tensors)} tensors for {len(segments.counts)} segments")
+    # The good case first, in few calls: it is on the way of every step.
+    if not (
+        {tensor.dtype for tensor in tensors} <= _LEGAL
+        and tuple([tensor.numel() for tensor in tensors]) == segments.counts
+        and all(tensor.is_contiguous() for tensor in tensors)
+    ):
+        _refuse(segments, tensors)
+    if buffer is not None and (buffer.dtype != torch.float32 or not buffer.is_contiguous() or buffer.numel() < segments.extent):
+        raise ValueError(
+            f"the buffer is {buffer.dtype} with {buffer.numel()} elements: it must be contiguous float32 with at least {segments.extent}"
+        )
+
+
+def _refuse(segments: Segments, tensors: Sequence[torch.Tensor]) -> None:
     for index, (tensor, count) in enumerate(zip(tensors, segments.counts, strict=True)):
         if tensor.dtype not in DTYPES:
             raise ValueError(f"segment {index} is {tensor.dtype}: legal are {', '.join(map(str, DTYPES))}")
@@ -55,7 +71,3 @@ def check(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Ten
             raise ValueError(f"segment {index} has {tensor.numel()} elements, {count} were planned")
         if not tensor.is_contiguous():
             raise ValueError(f"segment {index} of shape {list(tensor.shape)} is not contiguous (strides {tensor.stride()})")
-    if buffer is not None and (buffer.dtype != torch.float32 or not buffer.is_contiguous() or buffer.numel() < segments.extent):
-        raise ValueError(
-            f"the buffer is {buffer.dtype} with {buffer.numel()} elements: it must be contiguous float32 with at least {segments.extent}"
-        )
