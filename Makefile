@@ -4,7 +4,9 @@
 #   make test               lint and tests/unit
 #   make test-parity-full   the whole parity matrix, minutes
 #   make test-transformers  parity on each supported transformers release
+#   make test-gpu           the Triton kernels on a GPU
 #   make bench              time of a training step
+#   make bench-gradients    time of the gradient sync and the statistics
 #   make lint               ruff
 #   make setup              .venv only
 #   make clean              remove .venv, build outputs and caches; runs/ stays
@@ -26,7 +28,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-parity-full test-transformers bench lint setup clean
+.PHONY: train test test-parity-full test-transformers test-gpu bench bench-gradients lint setup clean
 
 train: $(STAMP)
 	$(VENV)/bin/deepspeed --quiet --num_accelerators $(RANKS) examples/train.py --deepspeed_config examples/ds_config.json $(TRAIN_ARGS)
@@ -40,8 +42,14 @@ test-parity-full: $(STAMP)
 test-transformers: $(STAMP)
 	$(PY) -m tests.on_transformers
 
+test-gpu: $(STAMP)
+	$(PY) -m pytest tests/unit -q -rs -m gpu --override-ini addopts=
+
 bench: $(STAMP)
 	$(PY) -m tests.perf.bench_step
+
+bench-gradients: $(STAMP)
+	$(PY) -m tests.perf.bench_gradients
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -57,5 +65,5 @@ $(STAMP): setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info deepspeed_autoep/_dispatch_plan*.so
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis *.egg-info deepspeed_autoep/_*.so
 	find deepspeed_autoep examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

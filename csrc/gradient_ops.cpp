@@ -191,6 +191,17 @@ Sums sums_of(const T* in, std::int64_t count) {
   return {squares + rest.squares, zeros + rest.zeros};
 }
 
+// Bits times an odd number made of the position, modulo 2^64.
+template <class Bits>
+std::uint64_t checksum_of(const Bits* in, std::int64_t start, std::int64_t count) {
+  std::uint64_t total = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint32_t position = static_cast<std::uint32_t>(start + i);
+    total += std::uint64_t{in[i]} * std::uint64_t{position * 0x9E3779B9u | 1u};
+  }
+  return total;
+}
+
 template <class In>
 void scale_to(const In* in, void* out, std::int32_t type, std::int64_t start, std::int64_t count, float factor) {
   if (type == kFloat) scale(in + start, static_cast<float*>(out) + start, count, factor);
@@ -284,6 +295,21 @@ void autoep_squares_and_zeros(std::int64_t segments, const void* const* data, co
     squares[blocks[b].segment] += sums[b].squares;
     zeros[blocks[b].segment] += static_cast<double>(sums[b].zeros);
   }
+}
+
+// For each segment s: result[s] = sum of bits(data[s][i]) * (uint32(i * 0x9E3779B9) | 1), modulo 2^64.
+void autoep_checksums(std::int64_t segments, const void* const* data, const std::int32_t* type, const std::int64_t* count,
+                      std::uint64_t* result, std::int32_t threads) {
+  const std::vector<Block> blocks = blocks_of(segments, count);
+  std::vector<std::uint64_t> sums(blocks.size());
+  for_each_block(blocks, threads, [&](std::int64_t b, const Block& block) {
+    const void* in = data[block.segment];
+    sums[b] = type[block.segment] == kFloat
+                  ? checksum_of(static_cast<const std::uint32_t*>(in) + block.start, block.start, block.count)
+                  : checksum_of(static_cast<const std::uint16_t*>(in) + block.start, block.start, block.count);
+  });
+  std::fill(result, result + segments, std::uint64_t{0});
+  for (std::size_t b = 0; b < blocks.size(); ++b) result[blocks[b].segment] += sums[b];
 }
 
 }  // extern "C"

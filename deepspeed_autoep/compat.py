@@ -83,23 +83,27 @@ _GROUP_VARIABLES = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class GroupBinding:
     """DeepSpeed's registry as it was before an engine was bound to it."""
 
     previous: dict[str, Any]
 
     def restore(self) -> None:
-        """Put the registry back, unless another engine has been bound since: an engine that is collected late must not
-        pull the groups from under its successor."""
-        global _current_binding
-        if _current_binding is self:
-            _current_binding = None
+        """Put the registry back. Once; engines may go in any order: where another engine has been bound since, that one's
+        groups stay, and it will put back what was there before both."""
+        if self not in _bindings:
+            return
+        position = _bindings.index(self)
+        if position + 1 < len(_bindings):
+            _bindings[position + 1].previous = self.previous
+        else:
             for name, value in self.previous.items():
                 setattr(_groups, name, value)
+        del _bindings[position]
 
 
-_current_binding: GroupBinding | None = None
+_bindings: list[GroupBinding] = []  # of the engines alive, oldest first
 
 
 def bind_groups(handles) -> tuple[GroupBinding, object | None]:
@@ -108,8 +112,8 @@ def bind_groups(handles) -> tuple[GroupBinding, object | None]:
     Returns the binding and the ``mpu`` to give to the engine: DeepSpeed's own registry when tp > 1 (without an mpu it
     takes the whole world as data parallel), None otherwise.
     """
-    global _current_binding
-    _current_binding = binding = GroupBinding({name: getattr(_groups, name) for name in _GROUP_VARIABLES})
+    binding = GroupBinding({name: getattr(_groups, name) for name in _GROUP_VARIABLES})
+    _bindings.append(binding)
     name = handles.ep_group_name
     folded = handles.spec.tp_size > 1
     mpu = _groups if folded else None

@@ -192,6 +192,11 @@ def _parse_expert_block(block: dict) -> tuple[ExpertParallelConfig, tuple[str, .
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{EXPERT_BLOCK}.{key}={first['input']!r}: {first['msg']}") from None
+    if "replicated_gradient_verify_interval" in block and parsed.replicated_gradient_sync != "verify":
+        notes += (
+            f"{EXPERT_BLOCK}.replicated_gradient_verify_interval has no effect: replicated_gradient_sync is "
+            f"{parsed.replicated_gradient_sync!r}, not 'verify'",
+        )
     return parsed, notes
 
 

@@ -283,9 +283,23 @@ class AutoEPEngine(DeepSpeedEngine):
         if isinstance(self.optimizer, torch.optim.Optimizer):
             self._clip_or_skip()
         super()._take_model_step(lr_kwargs)
+        self._write_statistics()
         self._autoep_awaits_step = False
         for parameter in self.autoep_families:
             clear_autoep_folding_gradient_corrected(parameter)
+
+    def _write_statistics(self) -> None:
+        """To DeepSpeed's monitor (TensorBoard, W&B, CSV), where one is enabled."""
+        statistics = self.get_gradient_statistics()
+        if self.monitor.enabled and self.global_rank == 0 and statistics is not None:
+            values = {"gradient_norm": statistics.norm, "gradient_zeros": statistics.zeros}
+            values |= {f"gradient_norm_{family}": norm for family, norm in statistics.family_norms.items()}
+            values |= {f"gradient_norm_group{index}": norm for index, norm in enumerate(statistics.group_norms)}
+            if statistics.parameter_norm is not None:
+                values["parameter_norm"] = statistics.parameter_norm
+            self.monitor.write_events(
+                [(f"Train/Samples/{name}", value, self.global_samples) for name, value in values.items()]
+            )
 
     def _clip_or_skip(self) -> None:
         """ZeRO-0 in fp32 steps the bare torch optimizer: norm, clipping and the skip of a non-finite step are ours."""

@@ -15,7 +15,7 @@ from deepspeed_autoep.errors import RankMismatchError
 from deepspeed_autoep.folding.families import GradientFamily
 from deepspeed_autoep.folding.groups import FoldingGroupHandles, all_gather_single
 from deepspeed_autoep.gradients.slices import GradientSlice, ParameterInfo
-from deepspeed_autoep.moe.lane_check import checksum
+from deepspeed_autoep.ops import Segments, choose_ops
 
 # Share by which a lane's gradient may differ from the lanes' mean before a REPLICATED parameter counts as wrongly
 # classified. Lanes compute the same thing, so they differ by rounding only.
@@ -73,6 +73,7 @@ class LaneVerifier:
         self.handles = handles
         self.device = device
         self.interval = interval
+        self.ops = choose_ops(torch.device(device))
         self.steps = 0
 
     @torch.no_grad()
@@ -86,7 +87,8 @@ class LaneVerifier:
         none = len(self.parameters)
         first = torch.full((), none, dtype=torch.int64, device=self.device)
         if replicated:
-            mine = torch.stack([checksum([piece.gradient]).to(self.device) for piece in replicated])
+            gradients = [piece.gradient for piece in replicated]
+            mine = self.ops.checksums(Segments.of(gradients), gradients).to(self.device)
             everyone = mine.new_empty(self.handles.spec.tp_size * len(mine))
             all_gather_single(everyone, mine, group=self.handles.tp_group)
             differs = (everyone.view(-1, len(mine)) != mine).any(dim=0)

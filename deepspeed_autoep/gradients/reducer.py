@@ -24,7 +24,7 @@ from deepspeed_autoep.ops import IN_PLACE, Segments, choose_ops
 
 # fp32 elements of one transfer, and transfers under way at a time. Host: a buffer that stays in the caches between pack,
 # all-reduce and unpack (docs/benchmarks). GPU: large enough for the wire's full speed.
-TRANSFER_ELEMENTS = {"cpu": 4 * 1024 * 1024, "gpu": 32 * 1024 * 1024}
+TRANSFER_ELEMENTS = {"cpu": 2 * 1024 * 1024, "gpu": 32 * 1024 * 1024}
 DEPTH = 2
 
 

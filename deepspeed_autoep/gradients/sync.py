@@ -61,6 +61,7 @@ class GradientSync:
         Raises :class:`deepspeed_autoep.errors.RankMismatchError`, on every rank, where lanes differ that must not.
         """
         self.reducer.finish_step()
+        statistics = self.statistics(gradients, parameters, loss_scale)
         if self.verifier is not None:
-            self.verifier.after_step(gradients)
-        return self.statistics(gradients, parameters, loss_scale)
+            self.verifier.after_step(gradients if statistics.is_finite else [])  # NaNs have many forms
+        return statistics

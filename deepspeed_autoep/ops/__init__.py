@@ -38,6 +38,8 @@ class BucketOps(Protocol):
 
     def squares_and_zeros(self, segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
+    def checksums(self, segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
 
 def choose_ops(device: torch.device) -> BucketOps:
     """The implementation for tensors on ``device``. Raises :class:`ConfigError` for an unknown name in the variable."""
@@ -59,7 +61,7 @@ def _try(name: str, device_type: str) -> tuple[BucketOps, str]:
         if device_type != "cpu":
             return reference, "it works on host memory only"
         if not cpu.is_available():
-            return reference, "the C++ library was not built or does not load (install with a C++ compiler)"
+            return reference, "the C++ library was not built, is outdated or does not load (install with a C++ compiler)"
         return cpu, ""
     if name == "triton":
         try:
@@ -80,6 +82,7 @@ def _trial(ops: BucketOps, device_type: str) -> None:
     segments = Segments.of(data, offsets=[0, 16], factors=[0.5, 1.0])
     ops.pack(segments, data, buffer)
     ops.scale_unpack(segments, data, buffer)
+    ops.checksums(segments, data)
     found = ops.squares_and_zeros(segments, data).tolist()
     if found != [[3.0, 0.0], [0.0, 20.0]]:
         raise RuntimeError(f"a trial computed {found} instead of [[3.0, 0.0], [0.0, 20.0]]")

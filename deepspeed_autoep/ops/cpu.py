@@ -22,19 +22,27 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 def _load() -> ctypes.CDLL | None:
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     library = load_library(_AVX2, _PORTABLE) if wide else load_library(_PORTABLE)
-    if library is not None:
-        declare(library)
-    return library
+    try:
+        return None if library is None else declare(library)
+    except AttributeError:  # built from older sources, which lack a function
+        return None
 
 
-def declare(library: ctypes.CDLL) -> None:
-    """Give a freshly loaded library its signatures."""
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Give a freshly loaded library its signatures. Raises ``AttributeError`` where it lacks a function."""
     count, pointer, threads = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32
     library.autoep_pack.argtypes = [count, *[pointer] * 5, threads]
     library.autoep_scale_unpack.argtypes = [count, *[pointer] * 6, threads]
     library.autoep_squares_and_zeros.argtypes = [count, *[pointer] * 5, threads]
-    for function in (library.autoep_pack, library.autoep_scale_unpack, library.autoep_squares_and_zeros):
+    library.autoep_checksums.argtypes = [count, *[pointer] * 4, threads]
+    for function in (
+        library.autoep_pack,
+        library.autoep_scale_unpack,
+        library.autoep_squares_and_zeros,
+        library.autoep_checksums,
+    ):
         function.restype = None
+    return library
 
 
 _LIBRARY = _load()
@@ -93,4 +101,14 @@ def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> to
     squares = result.data_ptr()
     zeros = squares + result.element_size() * len(tensors)
     _LIBRARY.autoep_squares_and_zeros(len(tensors), addresses, codes, counts, squares, zeros, torch.get_num_threads())
+    return result
+
+
+@torch.no_grad()
+def checksums(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    check(segments, tensors, None)
+    counts, _, _ = _static(segments)
+    addresses, codes = _dynamic(tensors)
+    result = torch.empty(len(tensors), dtype=torch.int64)
+    _LIBRARY.autoep_checksums(len(tensors), addresses, codes, counts, result.data_ptr(), torch.get_num_threads())
     return result

@@ -133,3 +133,28 @@ def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> to
             tables.first_block, partial[0], partial[1], result, len(tensors), BLOCK=_SUMS_BLOCK, num_warps=2
         )
     return result
+
+
+@torch.no_grad()
+def checksums(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    check(segments, tensors, None)
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    device = tensors[0].device
+    tables = _tables(segments, device)
+    result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    if tables.programs:
+        address, kind = tables.address_and_kind(tensors, None)
+        partial = torch.empty(tables.programs, dtype=torch.int64, device=device)
+        kernels.block_checksums_kernel[(tables.programs,)](
+            tables.block_segment,
+            tables.block_number,
+            address,
+            kind,
+            tables.counts,
+            partial,
+            BLOCK=kernels.BLOCK,
+            num_warps=kernels.NUM_WARPS,
+        )
+        result.index_add_(0, tables.block_segment, partial)  # integers: their order does not matter
+    return result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed_autoep.ops.segments import IN_PLACE, Segments, check
+from deepspeed_autoep.ops.segments import CHECKSUM_MIX, IN_PLACE, Segments, check
 
 NAME = "reference"
 # Elements whose squares are summed at a time: bounds the fp64 temporary.
@@ -53,4 +53,22 @@ def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> to
         for part in tensor.view(-1).split(_CHUNK):
             result[0, index] += part.double().square().sum()
             result[1, index] += (part == 0).sum()
+    return result
+
+
+@torch.no_grad()
+def checksums(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64 [segments]: sum over a segment's elements of their bits times an odd number made of their position, modulo 2**64.
+
+    Changes when any one element does. Integers: the same in every implementation.
+    """
+    check(segments, tensors, None)
+    result = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device if tensors else None)
+    for index, tensor in enumerate(tensors):
+        width = tensor.element_size()
+        bits = tensor.view(-1).view(torch.int32 if width == 4 else torch.int16)
+        for start in range(0, bits.numel(), _CHUNK):
+            part = bits[start : start + _CHUNK].to(torch.int64) & ((1 << 8 * width) - 1)
+            position = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
+            result[index] += (part * ((position * CHECKSUM_MIX & 0xFFFFFFFF) | 1)).sum()
     return result

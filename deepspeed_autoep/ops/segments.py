@@ -12,6 +12,8 @@ import torch
 IN_PLACE = -1  # offset of a segment that has no place in the buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEGAL = frozenset(DTYPES)
+# Multiplier of the checksum: 2**32 divided by the golden ratio, which spreads positions over all bits.
+CHECKSUM_MIX = 0x9E3779B9
 
 
 @dataclass(frozen=True)

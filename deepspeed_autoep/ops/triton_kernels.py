@@ -155,3 +155,34 @@ def segment_sums_kernel(first_block, squares, zeros, result, segments, BLOCK: tl
         zero += tl.load(zeros + block + index, mask=inside, other=0.0)
     tl.store(result + segment, tl.sum(square))
     tl.store(result + segments + segment, tl.sum(zero))
+
+
+@triton.jit
+def _checksum(anchor, address, dtype: tl.constexpr, start, left, full, BLOCK: tl.constexpr):
+    """``dtype`` is the unsigned integer of the element's width. The position's product wraps in 32 bits, the rest in 64."""
+    position = (start + tl.arange(0, BLOCK)).to(tl.uint32)
+    weights = ((position * 0x9E3779B9) | 1).to(tl.uint64)
+    if full:
+        bits = tl.load(_wide(anchor, address, dtype, start, BLOCK)).to(tl.uint64)
+        result = tl.sum(bits * weights)
+    else:
+        pointers = address.to(tl.pointer_type(dtype)) + start + tl.arange(0, BLOCK)
+        bits = tl.load(pointers, mask=tl.arange(0, BLOCK) < left, other=0).to(tl.uint64)
+        result = tl.sum(bits * weights)
+    return result
+
+
+@triton.jit
+def block_checksums_kernel(block_segment, block_number, address, kind, count, result, BLOCK: tl.constexpr):
+    """result[program]: checksum of the block, see ops.reference.checksums."""
+    segment = tl.load(block_segment + tl.program_id(0))
+    start = tl.load(block_number + tl.program_id(0)) * BLOCK
+    base = tl.load(address + segment)
+    bits = tl.load(kind + segment)
+    left = tl.load(count + segment) - start
+    full = (left >= BLOCK) & ((bits & 4) != 0)
+    if (bits & 3) == 0:
+        value = _checksum(result, base, tl.uint32, start, left, full, BLOCK)
+    else:
+        value = _checksum(result, base, tl.uint16, start, left, full, BLOCK)
+    tl.store(result + tl.program_id(0), value.to(tl.int64))

@@ -5,7 +5,7 @@
 
 Parts: ``sync``: 600 gradients of one TP group, stock's way (one all-reduce each), ours, and one bare all-reduce of the
 fp32 bytes; ``transfers``: ours with other transfer sizes; ``statistics``: the statistics pass against one read of the
-gradients; ``memory``: what the reducer allocates; ``step``: bytes over TP for gradients in a whole training step, by either
+gradients; ``memory``: what the reducer allocates; ``code``: what Triton compiles for sm_80 and sm_90; ``step``: bytes over TP for gradients in a whole training step, by either
 place of correction, and stock's. Nothing here fails on a time.
 """
 
@@ -13,6 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +25,7 @@ from tests.perf.processes import ROOT, WorkerGroup, transformers_beside
 from tests.perf.report import Report, hardware, load_average, table, today
 from tests.perf.workload import Workload
 
-PARTS = ("sync", "transfers", "statistics", "memory", "step")
+PARTS = ("sync", "transfers", "statistics", "memory", "code", "step")
 DTYPES = ("float32", "bfloat16")
 WORK = "tests.perf.gradient_work"
 BARE = "bare all_reduce"
@@ -63,9 +68,13 @@ def transfers(group: WorkerGroup, report: Report, rounds: int) -> None:
 
 
 def statistics(group: WorkerGroup, report: Report, rounds: int) -> None:
-    for dtype in DTYPES:
-        samples = _slowest(group.call("call", (WORK, "statistics", (dtype, rounds))))
-        print(_times(report, "statistics", dtype, samples, "one read"))
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder) / "bare_read.so")
+        command = ["g++", "-O3", "-mavx2", "-shared", "-fPIC", "-o", library, str(ROOT / "tests/perf/bare_read.cpp")]
+        subprocess.run(command, check=True)
+        for dtype in DTYPES:
+            samples = _slowest(group.call("call", (WORK, "statistics", (dtype, library, rounds))))
+            print(_times(report, "statistics", dtype, samples, "one read"))
 
 
 def memory(group: WorkerGroup, report: Report, rounds: int) -> None:
@@ -98,6 +107,27 @@ def step(report: Report, options) -> None:
     print(table(f"a step of {Workload().describe()}", ["", "TP collectives for gradients", "MiB"], rows))
 
 
+def code(report: Report) -> None:
+    """What Triton makes of the ops, without a GPU: registers, spills, and bytes moved by the 16-byte accesses of full blocks."""
+    rows = []
+    # Branches of full blocks in each kernel; a thread holds 8 elements.
+    branches = {"pack_kernel": 3, "scale_unpack_kernel": 6, "block_sums_kernel": 3}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for capability in ("80", "90"):
+        command = [sys.executable, "-m", "tests.unit.compile_kernels", capability]
+        found = json.loads(subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True).stdout)
+        for kernel, count in branches.items():
+            resources, opcodes = found[kernel]["resources"], found[kernel]["opcodes"]
+            wide = sum(n for opcode, n in opcodes.items() if opcode.startswith(("LDG", "STG")) and opcode.endswith(".128"))
+            each = wide * 16 / (count * 8)
+            place = f"sm_{capability}"
+            report.add(kernel, "code: registers", place, "", resources["REG"])
+            report.add(kernel, "code: spilled bytes", place, "bytes", resources["STACK"] + resources["LOCAL"])
+            report.add(kernel, "code: bytes an element, mean over dtypes", place, "bytes", each)
+            rows.append([f"{place} {kernel}", str(resources["REG"]), str(resources["STACK"] + resources["LOCAL"]), f"{each:.2f}"])
+    print(table("compiled code", ["", "registers", "spilled bytes", "bytes an element, mean over branches"], rows))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -117,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for part in (sync, transfers, statistics, memory):
             if part.__name__ in options.parts:
                 part(group, report, options.rounds)
+    if "code" in options.parts:
+        code(report)
     if "step" in options.parts:
         step(report, options)
     if options.csv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 
@@ -164,13 +165,19 @@ def memory(dtype: str) -> dict[str, int]:
     }
 
 
-def statistics(dtype: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the statistics, of one read of the same bytes, and of one small operation for each tensor."""
+def _bare_read(library: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    read = ctypes.CDLL(library).bare_read
+    size = len(tensors)
+    addresses = (ctypes.c_void_p * size)(*[tensor.data_ptr() for tensor in tensors])
+    counts = (ctypes.c_int64 * size)(*[tensor.nbytes for tensor in tensors])
+    return lambda: read(ctypes.c_int64(size), addresses, counts)
+
+
+def statistics(dtype: str, library: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the statistics, of one bare read of the same tensors (``library``), and of one operation a tensor."""
     work = Gradients(getattr(torch, dtype))
     pieces = work.pieces()
     compute = StatisticsPass(work.handles.spec, work.handles.stage_group, CPU, work.infos, groups=1)
-    # The same bytes in one buffer, as fp32, of which torch's sum is a plain read.
-    buffer = torch.cat(work.separate).view(torch.float32)
 
     def one_by_one() -> None:
         torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in work.separate]).norm().item()
@@ -179,7 +186,7 @@ def statistics(dtype: str, rounds: int) -> dict[str, list[float]]:
     runs = {
         "the pass over the gradients": lambda: compute.ops.squares_and_zeros(segments, tensors),
         "statistics, with their all_reduce": lambda: compute(pieces),
-        "one read": lambda: buffer.sum(),
+        "one read": _bare_read(library, tensors),
         "a norm for each tensor": one_by_one,
         "small all_reduce": lambda: dist.all_reduce(torch.zeros(8, dtype=torch.float64)),
     }

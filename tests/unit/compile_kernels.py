@@ -23,6 +23,7 @@ SIGNATURES = {
     "pack_kernel": {**_TABLES, "offset": "*i64", "buffer": "*fp32"},
     "scale_unpack_kernel": {**_TABLES, "offset": "*i64", "factor": "*fp32", "buffer": "*fp32"},
     "block_sums_kernel": {**_TABLES, "squares": "*fp64", "zeros": "*fp64"},
+    "block_checksums_kernel": {**_TABLES, "result": "*i64"},
     "segment_sums_kernel": {"first_block": "*i64", "squares": "*fp64", "zeros": "*fp64", "result": "*fp64", "segments": "i32"},
 }
 BLOCKS = {"segment_sums_kernel": 256}

@@ -59,7 +59,13 @@ WITHOUT_EFFECT = {
     "expert_activation": "silu",
 }
 ONLY_NULL = {"load_balance_coeff": None}
-OWN_KEYS = {"expert_backend"}
+OWN_KEYS = {
+    "expert_backend",
+    "replicated_gradient_sync",
+    "replicated_gradient_verify_interval",
+    "tp_gradient_correction",
+    "parameter_norm",
+}
 
 
 def stock_expert_keys() -> set[str]:
@@ -239,6 +245,10 @@ def test_other_blocks_of_deepspeed_are_not_taken_for_misspellings():
         *(("expert_parallel", "validate_folding_routing", value) for value in (1, "yes")),
         *(("expert_parallel", "use_grouped_mm", value) for value in (0, "no")),
         *(("expert_parallel", "expert_backend", value) for value in ("fast", None)),
+        *(("expert_parallel", "replicated_gradient_sync", value) for value in ("mean", True, None)),
+        *(("expert_parallel", "replicated_gradient_verify_interval", value) for value in (0, 1.5, "10", True)),
+        *(("expert_parallel", "tp_gradient_correction", value) for value in ("flush", None)),
+        *(("expert_parallel", "parameter_norm", value) for value in (1, "yes")),
         *(("tensor_parallel", "autotp_size", value) for value in (-1, True, 2.0, "2", None)),
         ("tensor_parallel", "partition_config", [1]),
         ("tensor_parallel", "preset_model", 3),
@@ -404,3 +414,10 @@ def test_batch_sizes_that_disagree_show_the_product(sizes, tp, world, product):
     text = message_of(ConfigError, check_batch, batch(*sizes), tp, world)
     for word in (f"train_batch_size={sizes[0]}", product, f"{world} / {tp}", "tensor_parallel.autotp_size"):
         assert word in text
+
+
+@pytest.mark.parametrize("sync", ["average", "off"])
+def test_an_interval_without_verification_is_reported(sync):
+    notes = parse({"replicated_gradient_sync": sync, "replicated_gradient_verify_interval": 5}).notes
+    assert len(notes) == 1 and "replicated_gradient_verify_interval has no effect" in notes[0] and repr(sync) in notes[0]
+    assert parse({"replicated_gradient_sync": "verify", "replicated_gradient_verify_interval": 5}).notes == ()

@@ -36,7 +36,8 @@ def compiled(capability: int) -> dict:
 
 
 every_capability = pytest.mark.parametrize("capability", CAPABILITIES)
-every_kernel = pytest.mark.parametrize("kernel", ["pack_kernel", "scale_unpack_kernel", "block_sums_kernel", "segment_sums_kernel"])
+KERNELS = ["pack_kernel", "scale_unpack_kernel", "block_sums_kernel", "segment_sums_kernel", "block_checksums_kernel"]
+every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
 @every_capability
@@ -55,6 +56,7 @@ WIDE = {
     # from the buffer 2 in each of three, in place 2 + 1 + 1; written 2 + 1 + 1 for both
     "scale_unpack_kernel": (3 * 2 + 4, 2 * 4),
     "block_sums_kernel": (2 + 1 + 1, 0),
+    "block_checksums_kernel": (2 + 1, 0),  # 32-bit and 16-bit elements
 }
 
 

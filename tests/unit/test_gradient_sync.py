@@ -20,11 +20,12 @@ from tests.unit.training import Case, build_engine, my_share
 
 BUCKET = (("tp_gradient_correction", "bucket"),)
 PARTITION = (("tp_gradient_correction", "partition"),)
-R, P, S, E = (
+R, P, S, E, X = (
     GradientFamily.REPLICATED,
     GradientFamily.PARTIAL,
     GradientFamily.TP_SHARDED,
     GradientFamily.EXPERT,
+    GradientFamily.EXPERT_SHARED_ETP,
 )
 
 
@@ -148,9 +149,14 @@ def powers(case: Case):
 OVERLAP = (("overlap_comm", True), ("reduce_bucket_size", 3000))
 
 
+NONCONTIGUOUS = (("contiguous_gradients", False),)
+
+
 @pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("zero_config", [(), OVERLAP, (("contiguous_gradients", False),)], ids=["plain", "overlap", "noncontiguous"])
-@pytest.mark.parametrize(("world", "tp", "ep"), [(4, 2, 1), (4, 2, 4), (4, 4, 2), (8, 2, 4), (8, 4, 8)])
+@pytest.mark.parametrize(
+    ("world", "tp", "ep", "zero_config"),
+    [(4, 2, 1, OVERLAP), (4, 2, 4, ()), (4, 2, 4, NONCONTIGUOUS), (4, 4, 2, OVERLAP), (8, 2, 4, ()), (8, 4, 8, OVERLAP)],
+)
 def test_powers_of_two_through_buckets(world, tp, ep, zero_config, zero):
     case = Case(
         "qwen3_moe",
@@ -165,6 +171,53 @@ def test_powers_of_two_through_buckets(world, tp, ep, zero_config, zero):
         expert_config=BUCKET,
     )
     assert run_on(world, powers, case) == [[]] * world
+
+
+def order_of_reductions(case: Case):
+    """("tp" or "data", stream) of each reduction of one backward pass, and a mark at each flush."""
+    from deepspeed.accelerator import get_accelerator
+
+    engine = injected_engine(case, lambda *_: 1.0)
+    optimizer, accelerator = engine.optimizer, get_accelerator()
+    optimizer.reduction_stream = "reduction stream"
+    found, streams = [], ["default stream"]
+
+    @contextlib.contextmanager
+    def entered(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    real_flush, real_reduce, real_correct = optimizer.reduce_ipg_grads, optimizer.allreduce_bucket, engine.autoep_sync.correct
+
+    def flush(comm_dtype=None):
+        found.append(("flush", ""))
+        return real_flush(comm_dtype)
+
+    def reduce(*arguments, **options):
+        found.append(("data", streams[-1]))
+        return real_reduce(*arguments, **options)
+
+    def correct(*arguments):
+        found.append(("tp", streams[-1]))
+        return real_correct(*arguments)
+
+    optimizer.reduce_ipg_grads, optimizer.allreduce_bucket, engine.autoep_sync.correct = flush, reduce, correct
+    with mock.patch.object(type(accelerator), "stream", lambda self, stream: entered(stream)):
+        one_backward(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_with_overlap_the_reduction_stream_corrects_before_it_reduces(zero):
+    overlap = (("overlap_comm", True), ("reduce_bucket_size", 700))
+    for found in run_on(4, order_of_reductions, Case("qwen3_moe", 4, 2, 1, zero, "SGD", samples=2, zero_config=overlap)):
+        assert [entry for entry in found if entry[0] != "flush" and entry[1] != "reduction stream"] == []
+        flushes = " ".join(kind for kind, _ in found).split("flush")
+        filled = [flush.split() for flush in flushes if flush.strip()]
+        assert len(filled) > 3
+        assert all(flush[0] == "tp" and set(flush[1:]) == {"data"} for flush in filled)
 
 
 def corrected_twice(case: Case, how: str):
@@ -236,8 +289,7 @@ LANES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", LANES)
+@pytest.mark.parametrize(("name", "dtype"), [("average", "bf16"), ("bucket", "bf16"), ("off", "fp32"), ("verify", "bf16")])
 def test_lanes_are_bit_identical_after_fifty_steps(name, dtype):
     """Norms too, on every rank. Not a matter of the dtype: 16-bit lanes round alike."""
     case = Case("qwen3_moe", 4, 2, 4, 2, length=5, dtype=dtype, **LANES[name])
@@ -291,7 +343,7 @@ def test_verification_names_the_parameter_that_drifts(zero, sync, found_at):
 
 def reduce_some(limit: int, depth: int, flat: bool, dtype: str):
     handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=4, ep_size=1))
-    families = [R, P, R, R] if flat else [R, E, P, S, R, E]
+    families = [R, P, R, R] if flat else [R, E, P, S, R, X]
     infos = [ParameterInfo(index, f"p{index}", family) for index, family in enumerate(families * 3)]
     sizes = [7 + 13 * index for index in range(len(infos))]
     made = torch.zeros(sum(sizes) + 20)
@@ -317,7 +369,7 @@ def reduce_some(limit: int, depth: int, flat: bool, dtype: str):
     for piece, size, info in zip(pieces, sizes, infos, strict=True):
         lanes = torch.stack([lane[start : start + size].double() for lane in everyone])
         own = lanes[dist.get_rank()]
-        right = {R: lanes.mean(0), P: lanes.sum(0), S: own, E: own / 4}[info.family]
+        right = {R: lanes.mean(0), P: lanes.sum(0), S: own, E: own / 4, X: own / 4}[info.family]
         worst = max(worst, ((piece.gradient.double() - right).abs().max() / right.abs().max()).item())
         start += size
     return worst, bool((made[sum(sizes) :] == 0).all())

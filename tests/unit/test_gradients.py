@@ -301,14 +301,24 @@ def forgotten_partial(case: Case):
     return "nothing", ""
 
 
-@pytest.mark.parametrize("zero", ZERO)
-def test_a_partial_gradient_taken_for_replicated_is_an_error(zero):
+PLACES = {
+    "default": (),
+    "bucket": (("tp_gradient_correction", "bucket"),),
+    # Not averaged, but in the first step.
+    "off": (("replicated_gradient_sync", "off"),),
+    "verify": (("replicated_gradient_sync", "verify"),),
+}
+
+
+# Buckets under ZeRO-0 are refused: test_gradient_sync.py.
+@pytest.mark.parametrize(("zero", "place"), [(zero, place) for zero in ZERO for place in PLACES if zero or place != "bucket"])
+def test_a_partial_gradient_taken_for_replicated_is_an_error(zero, place):
     specs = [
         {"patterns": [r".*self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
         {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
     ]
     tensor = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
-    case = Case("qwen3_moe", 4, 2, 2, zero, samples=2, config=(("tensor_parallel", tensor),))
+    case = Case("qwen3_moe", 4, 2, 2, zero, samples=2, config=(("tensor_parallel", tensor),), expert_config=PLACES[place])
     for name, message in run_on(4, forgotten_partial, case):
         assert name == "RankMismatchError"
         assert "q_norm" in message or "k_norm" in message

@@ -86,6 +86,7 @@ MODES = {
     },
     "prescaled": {"config": (("prescale_gradients", True), ("gradient_predivide_factor", 2.0)), "zero": (0,)},
 }
+BOTH_STAGES_IN_FULL = {name for name, settings in MODES.items() if settings.get("zero") == (1, 2)}
 
 
 def mode_cases():
@@ -94,8 +95,10 @@ def mode_cases():
         for zero in settings.pop("zero", (0, 1, 2)):
             if zero == 0 and set(settings) <= {"zero_config", "ep"}:
                 continue
+            # Of the many ways to correct over TP each runs in CI at one stage.
+            marks = pytest.mark.full if name in BOTH_STAGES_IN_FULL and zero != 1 + len(name) % 2 else ()
             # At tp 2 x ep 2 on four ranks EDP and DP are the same groups: a mix-up of the two would not show.
-            yield pytest.param(Case(**{"zero": zero, "ep": (4, 1)[zero % 2], **settings}), id=f"{name}-z{zero}")
+            yield pytest.param(Case(**{"zero": zero, "ep": (4, 1)[zero % 2], **settings}), id=f"{name}-z{zero}", marks=marks)
 
 
 def check(case: Case, result) -> None:
@@ -315,8 +318,11 @@ def test_ranks_start_from_rank_zeros_model_and_lanes_from_one_random_state():
     assert draws[0] == draws[1] != draws[2] == draws[3]  # by lane 0 of each TP group
 
 
-def two_engines(first: Case, second: Case):
-    """Engines of different topology take turns in one process."""
+def two_engines(first: Case, second: Case, newest_first: bool):
+    """Engines of different topology take turns in one process. Norms, and whether DeepSpeed's registry is as it was."""
+    from deepspeed.utils import groups
+
+    before = groups._MODEL_PARALLEL_GROUP
     engines = [(case, build_engine(case)) for case in (first, second)]
     norms: dict[int, list[float]] = {0: [], 1: []}
     for batch in make_batches(first.steps, first.samples, first.length):
@@ -325,16 +331,17 @@ def two_engines(first: Case, second: Case):
             engine.backward(engine(input_ids=share, labels=share).loss)
             engine.step()
             norms[position].append(float(engine.get_global_grad_norm()))
-    for _, engine in reversed(engines):
+    for _, engine in reversed(engines) if newest_first else engines:
         engine.destroy()
-    return norms
+    return norms, groups._MODEL_PARALLEL_GROUP is before
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_two_engines_of_different_topology_in_one_process(zero):
+@pytest.mark.parametrize(("zero", "newest_first"), [(0, True), (2, False)])
+def test_two_engines_of_different_topology_in_one_process(zero, newest_first):
     first, second = Case(tp=2, ep=4, zero=zero), Case(tp=1, ep=2, zero=zero)
     right = reference_of(first).norms
-    for norms in run_on(4, two_engines, first, second):
+    for norms, restored in run_on(4, two_engines, first, second, newest_first):
+        assert restored
         assert norms[0] == pytest.approx(right, rel=1e-5) and norms[1] == pytest.approx(right, rel=1e-5)
 
 

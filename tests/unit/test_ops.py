@@ -171,6 +171,27 @@ def test_sums_agree(implementation, problem):
     assert torch.allclose(mine[0], right[0], rtol=1e-6 if implementation is cpu else 1e-12, atol=0.0)
 
 
+@every_implementation
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(powers_of_two=True))
+def test_checksums_are_the_same_everywhere(implementation, problem):
+    mine = implementation.checksums(problem.segments, problem.tensors)
+    assert torch.equal(mine, reference.checksums(problem.segments, problem.tensors))
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("position", [0, 1, 2047, 2048, 2999])
+def test_a_checksum_sees_one_unit_in_the_last_place_and_a_swap(implementation, dtype, position):
+    tensor = _values(3000, dtype, torch.Generator().manual_seed(3)) + 1
+    other, swapped = tensor.clone(), tensor.clone()
+    other.view(torch.int32 if dtype == torch.float32 else torch.int16)[position] ^= 1
+    swapped[[position, (position + 7) % 3000]] = tensor[[(position + 7) % 3000, position]]
+    tensors = [tensor, other, swapped]
+    first, *rest = implementation.checksums(Segments.of(tensors), tensors).tolist()
+    assert first not in rest
+
+
 # The interpreter takes seconds for the larger ones.
 SIZES = [(each, size) for each in implementations() for size in (1, 511, 512, 1027, 70_000, 300_001) if each is not gpu or size < 2000]
 
@@ -308,6 +329,15 @@ def test_a_missing_library_falls_back_with_one_warning(monkeypatch, caplog, fres
     for _ in range(3):
         assert choose_ops(torch.device("cpu")) is reference
     assert len(caplog.records) == 1 and "'cpp' cannot run on cpu" in caplog.text and "not built" in caplog.text
+
+
+def test_an_outdated_library_falls_back(monkeypatch, caplog, fresh_choice):
+    """Built from older sources: a function is missing."""
+    old = ctypes.CDLL(None)  # has none of ours
+    monkeypatch.setattr(cpu, "load_library", lambda *_: old)
+    monkeypatch.setattr(cpu, "_LIBRARY", cpu._load())
+    assert choose_ops(torch.device("cpu")) is reference
+    assert "outdated" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["import", "launch", "result"])

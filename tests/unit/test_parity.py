@@ -100,10 +100,13 @@ def train_sabotaged(case: Case, name: str):
         return train(case)
 
 
+IN_BUCKETS = (("tp_gradient_correction", "bucket"),)
+
+
 @pytest.mark.parametrize("name", SABOTAGES)
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_parity_sees_each_correction_switched_off(name, zero):
-    case = Case("qwen3_moe", 4, 2, 1, zero, optimizer="SGD")
+@pytest.mark.parametrize(("zero", "place"), [(0, ()), (1, ()), (2, ()), (1, IN_BUCKETS), (2, IN_BUCKETS)])
+def test_parity_sees_each_correction_switched_off(name, zero, place):
+    case = Case("qwen3_moe", 4, 2, 1, zero, optimizer="SGD", expert_config=place)
     errors = worst_errors(run_on(4, train_sabotaged, case, name)[0], reference_of(case))
     limit = PARAMETER if SABOTAGES[name][1] == "parameter" else LOSS_AND_NORM
     assert errors[SABOTAGES[name][1]] > 10 * limit, errors

@@ -169,6 +169,29 @@ def test_all_statistics_cost_one_small_collective(dtype, zero):
     assert run_on(4, count_stage_collectives, case) == [[9]] * 4
 
 
+def monitored(case: Case):
+    engine = injected_engine(case, lambda *_: 1.0)
+    one_step(engine)
+    one_step(engine)
+    found = engine.get_gradient_statistics()
+    engine.destroy()
+    return found
+
+
+def test_the_monitor_gets_the_statistics(tmp_path):
+    monitor = ("csv_monitor", {"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
+    case = Case("qwen3_moe", 4, 2, 4, 1, "SGD", samples=2, expert_config=PARAMETER_NORM, config=(monitor,))
+    found = run_on(4, monitored, case)[0]
+    written = {path.stem.removeprefix("Train_Samples_"): path.read_text().split() for path in (tmp_path / "run").iterdir()}
+    expected = {"gradient_norm": found.norm, "gradient_zeros": found.zeros, "parameter_norm": found.parameter_norm}
+    expected |= {f"gradient_norm_{family}": norm for family, norm in found.family_norms.items()}
+    expected["gradient_norm_group0"] = found.group_norms[0]
+    for name, value in expected.items():
+        header, first, second = written[name]
+        assert header == f"step,{name}" and first.split(",")[0] == "2"
+        assert second == f"4,{value}"
+
+
 STATISTICS = GradientStatistics(4.0, {"expert": 4.0}, (4.0,), 3, 8.0, True)
 
 
