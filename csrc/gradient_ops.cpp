@@ -114,7 +114,8 @@ Sums sums_one_by_one(const T* in, std::int64_t count) {
 // Elements whose squares are added up in fp32, 16 in each of 32 lanes, before fp64 takes over: a relative error of 1e-6 at
 // the very most. Where squares leave fp32's range the run is done again in fp64.
 constexpr std::int64_t kRun = 512;
-constexpr double kSmallestSum = 1e-25, kLargestSum = 1e38;
+// Of a lane's sum in a run; outside of them squares may have vanished or overflowed.
+constexpr float kSmallestSum = 1e-28f, kLargestSum = 1e37f;
 
 double sum_of(__m256d x) {
   alignas(32) double lanes[4];
@@ -178,13 +179,20 @@ Sums sums_of(const T* in, std::int64_t count) {
   std::int64_t zeros = 0;
 #ifdef __AVX2__
   __m256i zero_lanes = _mm256_setzero_si256();
+  __m256d total = _mm256_setzero_pd();
   for (; i + kRun <= count; i += kRun) {
     __m256 parts[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     for (std::int64_t j = i; j < i + kRun; j += 32) take32(in + j, parts, zero_lanes);
-    const __m256 all = _mm256_add_ps(_mm256_add_ps(parts[0], parts[1]), _mm256_add_ps(parts[2], parts[3]));
-    const double run = sum_of(_mm256_add_pd(low_half(all), high_half(all)));
-    squares += run >= kSmallestSum && run <= kLargestSum ? run : squares_in_fp64(in + i);
+    const __m256 run = _mm256_add_ps(_mm256_add_ps(parts[0], parts[1]), _mm256_add_ps(parts[2], parts[3]));
+    const __m256 in_range = _mm256_and_ps(_mm256_cmp_ps(run, _mm256_set1_ps(kSmallestSum), _CMP_GE_OQ),
+                                          _mm256_cmp_ps(run, _mm256_set1_ps(kLargestSum), _CMP_LE_OQ));
+    if (_mm256_movemask_ps(in_range) == 0xFF) {
+      total = _mm256_add_pd(total, _mm256_add_pd(low_half(run), high_half(run)));
+    } else {
+      squares += squares_in_fp64(in + i);
+    }
   }
+  squares += sum_of(total);
   zeros = count_of(zero_lanes, in);
 #endif
   Sums rest = sums_one_by_one(in + i, count - i);

@@ -12,6 +12,7 @@ import torch
 IN_PLACE = -1  # offset of a segment that has no place in the buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEGAL = frozenset(DTYPES)
+_NUMEL, _IS_CONTIGUOUS = torch.Tensor.numel, torch.Tensor.is_contiguous
 # Multiplier of the checksum: 2**32 divided by the golden ratio, which spreads positions over all bits.
 CHECKSUM_MIX = 0x9E3779B9
 
@@ -55,8 +56,8 @@ def check(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Ten
     # The good case first, in few calls: it is on the way of every step.
     if not (
         {tensor.dtype for tensor in tensors} <= _LEGAL
-        and tuple([tensor.numel() for tensor in tensors]) == segments.counts
-        and all(tensor.is_contiguous() for tensor in tensors)
+        and tuple(map(_NUMEL, tensors)) == segments.counts
+        and all(map(_IS_CONTIGUOUS, tensors))
     ):
         _refuse(segments, tensors)
     if buffer is not None and (buffer.dtype != torch.float32 or not buffer.is_contiguous() or buffer.numel() < segments.extent):

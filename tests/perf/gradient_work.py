@@ -179,6 +179,8 @@ def statistics(dtype: str, library: str, rounds: int) -> dict[str, list[float]]:
     pieces = work.pieces()
     compute = StatisticsPass(work.handles.spec, work.handles.stage_group, CPU, work.infos, groups=1)
 
+    flat = torch.cat(work.separate)
+
     def one_by_one() -> None:
         torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in work.separate]).norm().item()
 
@@ -187,6 +189,7 @@ def statistics(dtype: str, library: str, rounds: int) -> dict[str, list[float]]:
         "the pass over the gradients": lambda: compute.ops.squares_and_zeros(segments, tensors),
         "statistics, with their all_reduce": lambda: compute(pieces),
         "one read": _bare_read(library, tensors),
+        "torch's sum of one flat tensor": lambda: flat.sum(),
         "a norm for each tensor": one_by_one,
         "small all_reduce": lambda: dist.all_reduce(torch.zeros(8, dtype=torch.float64)),
     }
