@@ -11,6 +11,8 @@ two places, once per optimizer step:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -31,20 +33,33 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
     autoep_place: str  # "partition" | "bucket"
     _autoep_place_now: str | None = None  # of the step in progress, from its first bucket on
     _autoep_statistics: GradientStatistics | None = None  # of the step in progress
+    _autoep_factor: float = 1.0  # of the step in progress: clipping over loss scale
 
     def step(self, closure=None):
         if any(self.averaged_gradients.get(index) is None for index in range(len(self.bit16_groups))):
             raise UnsupportedError("step() was called without a backward pass since the last step")
         if self.autoep_folding_spec is not None:
             raise UnsupportedError("DeepSpeed's own TP correction was switched on: gradients would be corrected twice")
+        self._autoep_left: dict[int, float] = {}  # address of a flat gradient -> what it must still be multiplied by
         gradients = self._autoep_corrected()
         parameters = list(self._autoep_masters()) if self.autoep_sync.parameter_norm else None
-        self._autoep_statistics = self.autoep_sync.finish(gradients, parameters, self.loss_scale)
+        scale = self.loss_scale  # of the backward pass: DeepSpeed's step may change it before it unscales
+        self._autoep_statistics = self.autoep_sync.finish(gradients, parameters, scale)
+        self._autoep_factor = self.autoep_sync.statistics.last.clip_factor(self.clip_grad) / scale
         del gradients, parameters  # DeepSpeed frees gradients group by group while it steps
         try:
             super().step(closure)
+            if self._autoep_left and not self.overflow:
+                raise RuntimeError("DeepSpeed's step took gradients in a form that this version does not know")
         finally:
             self._autoep_statistics = self._autoep_place_now = None
+
+    def unscale_and_clip_grads(self, grad_groups_flat, total_norm):
+        """One multiplication for clipping, the loss scale, and what the TP rule has left."""
+        for gradient in grad_groups_flat:
+            factor = self._autoep_factor * self._autoep_left.pop(gradient.data_ptr(), 1.0)
+            if factor != 1.0:
+                gradient.data.mul_(factor)
 
     def discard_gradients(self) -> None:
         """Forget what backward passes have left since the last step, reduced or not."""
@@ -66,8 +81,13 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
             else:
                 loose += [piece for _, piece in self._autoep_pieces(index)]
         if here:
-            self.autoep_sync.correct(loose, flats)
-        return [*loose, *(piece for flat in flats for piece in flat.pieces)]
+            # step() multiplies each flat gradient once more, as long as it takes the buffer itself and no cast of it.
+            kept = all(partition.dtype == torch.float32 for partition in self.single_partition_of_fp32_groups)
+            for flat, left in zip(flats, self.autoep_sync.correct(loose, flats, leave_factors=kept), strict=True):
+                if left != 1.0:
+                    self._autoep_left[flat.buffer.data_ptr()] = left
+                loose += [replace(piece, factor=left) for piece in flat.pieces]
+        return loose
 
     def _autoep_all_meet_peers(self, index: int) -> bool:
         families = self.autoep_sync.families

@@ -98,12 +98,19 @@ def plan_transfers(counts: Sequence[int], families: Sequence[GradientFamily], ru
 
 
 def plan_flat(
-    counts: Sequence[int], families: Sequence[GradientFamily], offsets: Sequence[int], length: int, rule: TPRule, limit: int
+    counts: Sequence[int],
+    families: Sequence[GradientFamily],
+    offsets: Sequence[int],
+    length: int,
+    rule: TPRule,
+    limit: int,
+    multiple: float = 1.0,
 ) -> tuple[Transfer, ...] | None:
     """Transfers that sum a flat fp32 buffer of ``length`` elements where it stands, ``limit`` elements at a time.
 
-    Pieces lie at ascending ``offsets`` of the buffer itself, so nothing is packed. None where that cannot be done: some
-    piece must not be summed. What lies between pieces is summed too and left so.
+    Pieces lie at ascending ``offsets`` of the buffer itself, so nothing is packed. They become ``multiple`` times what the
+    rule says: with ``multiple = tp_size`` an average is a plain sum, which needs no pass over the buffer. None where the
+    buffer cannot be summed as it is: some piece must not be. What lies between pieces is summed too and left so.
     """
     if any(count and not rule.meets(family) for count, family in zip(counts, families, strict=True)):
         return None
@@ -115,8 +122,9 @@ def plan_flat(
         parts = []
         for piece, (count, family, offset) in enumerate(zip(counts, families, offsets, strict=True)):
             begin, end = max(first, offset), min(last, offset + count)
-            if begin < end and rule.factor(family) != 1.0:
-                parts.append(Part(piece, begin - offset, end - begin, None, rule.factor(family)))
+            factor = rule.factor(family) * multiple
+            if begin < end and factor != 1.0:
+                parts.append(Part(piece, begin - offset, end - begin, None, factor))
         transfers.append(Transfer(tuple(_joined(parts, offsets)), last - first, first))
     return tuple(transfers)
 

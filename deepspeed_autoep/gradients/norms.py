@@ -101,12 +101,12 @@ class StatisticsPass:
     def _cells(self, slices: Sequence[GradientSlice]) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sums of squares and weighted zeros, fp64 [1 + families + groups] each: of all, by family, by group."""
         slices = [piece for piece in slices if piece.gradient.numel()]
-        key = tuple((p.gradient.numel(), p.parameter.family, p.parameter.group, p.shards) for p in slices)
+        key = tuple((p.gradient.numel(), p.parameter.family, p.parameter.group, p.shards, p.factor) for p in slices)
         if key not in self._weights:
             self._weights[key] = self._prepare(slices)
         segments, weights = self._weights[key]
         if not slices:
-            empty = torch.zeros(weights.shape[0], dtype=torch.float64, device=self.device)
+            empty = torch.zeros(weights.shape[1], dtype=torch.float64, device=self.device)
             return empty, empty
         sums = self.ops.squares_and_zeros(segments, [piece.gradient for piece in slices]).to(self.device)
         # where, not a product: 0 * inf would carry one family's overflow into all.
@@ -115,12 +115,13 @@ class StatisticsPass:
 
     def _prepare(self, slices: Sequence[GradientSlice]) -> tuple[Segments, torch.Tensor]:
         first_group = 1 + len(self.families)
-        weights = torch.zeros(first_group + self.groups, len(slices), dtype=torch.float64)
+        weights = torch.zeros(2, first_group + self.groups, len(slices), dtype=torch.float64)  # of squares, of zeros
         for column, piece in enumerate(slices):
             rows = [0, 1 + self.families.index(piece.parameter.family)]
             if piece.parameter.group is not None:
                 rows.append(first_group + piece.parameter.group)
-            weights[rows, column] = piece.norm_weight(self.spec)
+            weights[0, rows, column] = piece.norm_weight(self.spec) * piece.factor**2
+            weights[1, rows, column] = piece.norm_weight(self.spec)
         return Segments.of([piece.gradient for piece in slices]), weights.to(self.device)
 
 

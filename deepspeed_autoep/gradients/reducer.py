@@ -93,21 +93,28 @@ class TPGradientReducer:
             self._run(self._plans[key], slices, None)
 
     @torch.no_grad()
-    def correct_flat(self, flat: FlatGradients) -> None:
-        """As :meth:`correct`, for pieces that are one fp32 buffer: without packing where all of them are summed."""
+    def correct_flat(self, flat: FlatGradients, leave_factor: bool = False) -> float:
+        """As :meth:`correct`, for pieces that are one fp32 buffer: without packing where all of them are summed.
+
+        Returns what the buffer must still be multiplied by: 1, or with ``leave_factor`` a factor that the caller applies
+        in a pass of its own (clipping), so that an average costs none here.
+        """
         rule = self._rule_now()
         if rule.tp_size == 1:
-            return
+            return 1.0
         counts = tuple(piece.gradient.numel() for piece in flat.pieces)
         families = tuple(piece.parameter.family for piece in flat.pieces)
-        key = (counts, families, flat.offsets(), flat.buffer.numel(), rule)
+        length = flat.buffer.numel()
+        key = (counts, families, flat.offsets(), length, rule, leave_factor)
         if key not in self._plans:
-            transfers = plan_flat(counts, families, key[2], key[3], rule, self.transfer_elements)
+            limit, multiple = (length, float(rule.tp_size)) if leave_factor else (self.transfer_elements, 1.0)
+            transfers = plan_flat(counts, families, flat.offsets(), length, rule, max(limit, 1), multiple)
             self._plans[key] = None if transfers is None else _prepare(transfers)
         if (passes := self._plans[key]) is None:
             self.correct(flat.pieces)
-        else:
-            self._run(passes, flat.pieces, flat)
+            return 1.0
+        self._run(passes, flat.pieces, flat)
+        return 1.0 / rule.tp_size if leave_factor else 1.0
 
     def finish_step(self) -> None:
         """After the last :meth:`correct` of an optimizer step. Raises :class:`RankMismatchError`, on every rank, if the first

@@ -33,6 +33,7 @@ class GradientSlice:
     parameter: ParameterInfo
     shards: int
     dtype: torch.dtype | None = None  # that the backward pass computed in, where it is not the gradient's
+    factor: float = 1.0  # that the values must still be multiplied by
 
     @property
     def computed_in(self) -> torch.dtype:

@@ -43,15 +43,22 @@ class GradientSync:
     def slice_of(self, tensor: torch.Tensor, parameter: torch.nn.Parameter, shards: int = 1) -> GradientSlice:
         return GradientSlice(tensor, self.families[parameter], shards, parameter.dtype)
 
-    def correct(self, pieces: Sequence[GradientSlice], flats: Sequence[FlatGradients] = ()) -> None:
-        """The TP rule. ``pieces`` are tensors of their own, ``flats`` buffers; each gradient once in a step."""
-        loose = list(pieces)
+    def correct(
+        self, pieces: Sequence[GradientSlice], flats: Sequence[FlatGradients] = (), leave_factors: bool = False
+    ) -> list[float]:
+        """The TP rule. ``pieces`` are tensors of their own, ``flats`` buffers; each gradient once in a step.
+
+        Returns for each flat buffer what it must still be multiplied by: 1 without ``leave_factors``.
+        """
+        loose, left = list(pieces), []
         for flat in flats:
             if len(flats) > 1 and flat.buffer.numel() < _SMALL_FLAT:
                 loose += flat.pieces
+                left.append(1.0)
             else:
-                self.reducer.correct_flat(flat)
+                left.append(self.reducer.correct_flat(flat, leave_factors))
         self.reducer.correct(loose)
+        return left
 
     def finish(
         self, gradients: Sequence[GradientSlice], parameters: Sequence[GradientSlice] | None = None, loss_scale: float = 1.0

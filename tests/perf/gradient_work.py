@@ -82,6 +82,8 @@ def variants(work: Gradients) -> dict[str, Callable[[], None]]:
     if work.dtype == torch.float32:
         flat = work.flat_pieces()
         runs["ours, one flat buffer"] = lambda: ours.correct_flat(flat)
+        # As ZeRO's step does: the factor joins the multiplication of clipping.
+        runs["ours, flat, factor left"] = lambda: ours.correct_flat(flat, leave_factor=True)
     verifier = LaneVerifier(work.infos, work.handles, CPU, interval=1)
     same = [GradientSlice(torch.ones_like(piece.gradient), piece.parameter, 1) for piece in pieces]
 
@@ -98,14 +100,15 @@ def check(work: Gradients, runs: dict[str, Callable[[], None]]) -> None:
     """A time of something else would mean nothing: the mean of the lanes' values, exactly."""
     world = dist.get_world_size()
     mean = (2.0**world - 1) / 8 / world
-    for name in ("stock, one by one", "ours", "ours, one flat buffer"):
+    for name in ("stock, one by one", "ours", "ours, one flat buffer", "ours, flat, factor left"):
         if name in runs:
             work.fill()
-            runs[name]()
-            tensors = [work.flat] if name.endswith("buffer") else work.separate
-            wrong = [tensor for tensor in tensors if not (tensor.float() == torch.tensor(mean).to(work.dtype).float()).all()]
+            left = runs[name]()
+            right = mean / (left or 1.0)
+            tensors = [work.flat] if "flat" in name else work.separate
+            wrong = [tensor for tensor in tensors if not (tensor.float() == torch.tensor(right).to(work.dtype).float()).all()]
             if wrong:
-                raise RuntimeError(f"{name} computed {wrong[0].flatten()[0].item()} instead of {mean}")
+                raise RuntimeError(f"{name} computed {wrong[0].flatten()[0].item()} instead of {right}")
 
 
 def measure(dtype: str, rounds: int) -> dict[str, list[float]]:

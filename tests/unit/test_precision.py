@@ -1,18 +1,21 @@
 """fp16 against one process in fp16 with fp32 masters; bf16 against the fp32 curve, and replicas bit by bit."""
 
 import functools
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_autoep.folding import FAMILY_RULES
+from deepspeed_autoep.folding import FAMILY_RULES, build_folding_spec
 from deepspeed_autoep.folding.groups import all_gather_single
 from deepspeed_autoep.moe.lane_check import checksum
+from tests.unit.injection import injected_engine, one_step, snapshot, stage_gradient
 from tests.unit.models import EXPERTS, OPTIMIZERS, Curve, make_batches, make_model
 from tests.unit.pool import run_on
 from tests.unit.training import (
     Case,
+    allow_fp16_on_cpu,
     build_engine,
     mean_over_data,
     my_share,
@@ -76,7 +79,7 @@ def test_adam_from_the_configuration_in_fp16(zero, torch_adam):
 
 def train_adam(case: Case, torch_adam: bool) -> float:
     import deepspeed_autoep
-    from tests.unit.training import allow_fp16_on_cpu, ds_config
+    from tests.unit.training import ds_config
 
     allow_fp16_on_cpu()
     options = OPTIMIZERS["AdamW"][1] | {"betas": [0.9, 0.95], "torch_adam": torch_adam}
@@ -155,3 +158,33 @@ def train_drifting(case: Case):
 
     with mock.patch.object(sync.GradientSync, "correct", lambda *_: None):
         return train_bf16(case)
+
+
+def steps_of_a_growing_scale(case: Case) -> tuple[list[float], list[float]]:
+    """Loss scales before each of four steps, and how far the parameters moved in each; gradients are 0.5 everywhere."""
+    allow_fp16_on_cpu()
+    spec = build_folding_spec(world_size=case.world, pp_size=1, tp_size=case.tp, ep_size=case.ep)
+    engine = injected_engine(case, lambda name, family, _: stage_gradient(0.5, family, spec))
+    scales, moves = [], []
+    for _ in range(4):
+        scales.append(engine.optimizer.loss_scale)
+        before = snapshot(engine)
+        one_step(engine)
+        after = snapshot(engine)
+        moves.append(max((before[name].float() - after[name].float()).abs().max().item() for name in before))
+    engine.destroy()
+    return scales, moves
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("clip", [0.0, 3.0])
+def test_a_growing_loss_scale_leaves_the_step_as_it_is(zero, clip):
+    """DeepSpeed 0.19.8 divides by the scale after it has grown: half of the step is lost, each time."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    case = Case("mixtral", 4, 2, 4, zero, "SGD", samples=2, clip=clip, dtype="fp16", config=(("fp16", fp16),))
+    elements = sum(parameter.numel() for parameter in make_model("mixtral").parameters())
+    gradient = 0.5 if clip == 0 else clip / math.sqrt(elements)
+    for scales, moves in run_on(4, steps_of_a_growing_scale, case):
+        assert scales == [16.0, 16.0, 32.0, 64.0]
+        # lr 0.5, momentum 0.9
+        assert moves == [pytest.approx(0.5 * gradient * times, rel=1e-2, abs=2e-3) for times in (1.0, 1.9, 2.71, 3.439)]
