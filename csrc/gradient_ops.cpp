@@ -1,4 +1,4 @@
-// Passes over many gradient segments at once, for CPU: scale and write back, sum of squares and zeros.
+// Passes over many gradient segments at once, for CPU: pack, scale and write back, sums of squares and zeros, checksums.
 // Plain C ABI, loaded with ctypes by deepspeed_autoep/ops/cpu.py, which says what each function means. setup.py builds
 // this file twice, portable and with AVX2, and the loader takes what the processor has: one wheel runs anywhere.
 // Arithmetic is fp32 with rounding to nearest even, as torch's, so that both builds and torch agree bit for bit.
@@ -94,6 +94,12 @@ void scale(const In* in, Out* out, std::int64_t count, float factor) {
   for (; i < count; ++i) from_float(to_float(in[i]) * factor, out + i);
 }
 
+// Work is handed out in blocks of this many elements; each block's sum is its own, so that results do not depend on the
+// number of threads.
+constexpr std::int64_t kBlock = 1 << 16;
+// Below this a thread costs more than it gives.
+constexpr std::int64_t kElementsPerThread = 1 << 19;
+
 struct Sums {
   double squares = 0.0;
   std::int64_t zeros = 0;
@@ -171,7 +177,8 @@ double squares_in_fp64(const T* in) {
 }
 #endif
 
-// At most kBlock elements: 16-bit lanes count zeros up to 16 times as many.
+// At most kBlock elements: 16 lanes of 16 bits count their zeros, to kBlock / 16 each.
+static_assert(kBlock / 16 <= INT16_MAX, "a lane would overflow");
 template <class T>
 Sums sums_of(const T* in, std::int64_t count) {
   std::int64_t i = 0;
@@ -216,12 +223,6 @@ void scale_to(const In* in, void* out, std::int32_t type, std::int64_t start, st
   if (type == kBf16) scale(in + start, static_cast<Bf16*>(out) + start, count, factor);
   if (type == kFp16) scale(in + start, static_cast<Fp16*>(out) + start, count, factor);
 }
-
-// Work is handed out in blocks of this many elements; each block's sum is its own, so that results do not depend on the
-// number of threads.
-constexpr std::int64_t kBlock = 1 << 16;
-// Below this a thread costs more than it gives.
-constexpr std::int64_t kElementsPerThread = 1 << 19;
 
 struct Block {
   std::int64_t segment, start, count;

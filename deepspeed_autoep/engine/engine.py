@@ -153,7 +153,7 @@ class AutoEPEngine(DeepSpeedEngine):
 
     def _place_of_correction(self, wanted: str) -> str:
         """Buckets must be the same on all lanes, so TP shards must be of equal sizes. Collective over the stage."""
-        if wanted == "auto" and not self.zero_overlap_comm():
+        if wanted == "auto" and (self.autoep.handles.spec.tp_size == 1 or not self.zero_overlap_comm()):
             return "partition"
         uneven = first_uneven_parameter(self.autoep_families, self.autoep.handles, self.device)
         if uneven is None:

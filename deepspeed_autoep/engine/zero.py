@@ -40,30 +40,40 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
             raise UnsupportedError("step() was called without a backward pass since the last step")
         if self.autoep_folding_spec is not None:
             raise UnsupportedError("DeepSpeed's own TP correction was switched on: gradients would be corrected twice")
-        self._autoep_left: dict[int, float] = {}  # address of a flat gradient -> what it must still be multiplied by
+        try:
+            self._autoep_prepare_step()
+            super().step(closure)
+        except BaseException:
+            self.discard_gradients()  # half corrected: another step() must not take them
+            raise
+        finally:
+            self._autoep_statistics = self._autoep_place_now = None
+
+    def _autoep_prepare_step(self) -> None:
+        # Address of a flat gradient -> its group, and what it must still be multiplied by.
+        self._autoep_left: dict[int, tuple[int, float]] = {}
         gradients = self._autoep_corrected()
         parameters = list(self._autoep_masters()) if self.autoep_sync.parameter_norm else None
         scale = self.loss_scale  # of the backward pass: DeepSpeed's step may change it before it unscales
         self._autoep_statistics = self.autoep_sync.finish(gradients, parameters, scale)
         self._autoep_factor = self.autoep_sync.statistics.last.clip_factor(self.clip_grad) / scale
-        del gradients, parameters  # DeepSpeed frees gradients group by group while it steps
-        try:
-            super().step(closure)
-            if self._autoep_left and not self.overflow:
-                raise RuntimeError("DeepSpeed's step took gradients in a form that this version does not know")
-        finally:
-            self._autoep_statistics = self._autoep_place_now = None
 
     def unscale_and_clip_grads(self, grad_groups_flat, total_norm):
         """One multiplication for clipping, the loss scale, and what the TP rule has left."""
         for gradient in grad_groups_flat:
-            factor = self._autoep_factor * self._autoep_left.pop(gradient.data_ptr(), 1.0)
-            if factor != 1.0:
+            _, left = self._autoep_left.pop(gradient.data_ptr(), (None, 1.0))
+            if (factor := self._autoep_factor * left) != 1.0:
                 gradient.data.mul_(factor)
+
+    def _optimizer_step(self, group_no):
+        if any(group == group_no for group, _ in self._autoep_left.values()):
+            raise UnsupportedError(f"DeepSpeed's step took the gradients of parameter group {group_no} in a form unknown to this version")
+        super()._optimizer_step(group_no)
 
     def discard_gradients(self) -> None:
         """Forget what backward passes have left since the last step, reduced or not."""
         self._autoep_place_now = None
+        self.autoep_sync.reducer.forget()
         self.averaged_gradients = dict.fromkeys(self.averaged_gradients)
         self.all_grad_tensors = dict.fromkeys(self.all_grad_tensors)
         for group in self.bit16_groups:
@@ -74,19 +84,21 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
     def _autoep_corrected(self) -> list[GradientSlice]:
         """This rank's gradients, corrected here unless their buckets were."""
         here = self._autoep_place_now != "bucket"
-        flats, loose = [], []
+        flats: dict[int, FlatGradients] = {}
+        loose: list[GradientSlice] = []
         for index in range(len(self.bit16_groups)):
             if here and self._autoep_all_meet_peers(index):
-                flats.append(self._autoep_flat(index))
+                flats[index] = self._autoep_flat(index)
             else:
                 loose += [piece for _, piece in self._autoep_pieces(index)]
         if here:
             # step() multiplies each flat gradient once more, as long as it takes the buffer itself and no cast of it.
             kept = all(partition.dtype == torch.float32 for partition in self.single_partition_of_fp32_groups)
-            for flat, left in zip(flats, self.autoep_sync.correct(loose, flats, leave_factors=kept), strict=True):
-                if left != 1.0:
-                    self._autoep_left[flat.buffer.data_ptr()] = left
-                loose += [replace(piece, factor=left) for piece in flat.pieces]
+            left = self.autoep_sync.correct(loose, list(flats.values()), leave_factors=kept)
+            for (index, flat), factor in zip(flats.items(), left, strict=True):
+                if factor != 1.0:
+                    self._autoep_left[flat.buffer.data_ptr()] = (index, factor)
+                loose += [replace(piece, factor=factor) for piece in flat.pieces]
         return loose
 
     def _autoep_all_meet_peers(self, index: int) -> bool:
@@ -143,11 +155,29 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
 
     # The TP rule on buckets
 
+    def average_tensor(self, tensor, communication_data_type):
+        """A contiguous bucket, before its reduction over data."""
+        if self.ipg_buckets[communication_data_type].params and self._autoep_corrects_buckets():
+            self._autoep_due = communication_data_type
+        super().average_tensor(tensor, communication_data_type)
+        if self._autoep_due is not None:
+            raise UnsupportedError("DeepSpeed reduced a bucket in a way unknown to this version")
+
+    _autoep_due = None  # dtype of the bucket that average_tensor() is about to reduce
+
+    def _record_gradient_stream(self, tensor, stream):
+        """DeepSpeed calls this first thing on the reduction stream, after the backward stream has waited for the buckets before:
+        work queued from here on runs beside the backward pass."""
+        super()._record_gradient_stream(tensor, stream)
+        if self._autoep_due is not None:
+            dtype, self._autoep_due = self._autoep_due, None
+            self._autoep_correct_bucket(dtype)
+
     def reduce_ipg_grads(self, comm_dtype=None):
-        if self._autoep_corrects_buckets():
+        if not self.contiguous_gradients and self._autoep_corrects_buckets():
             for dtype in list(self.ipg_buckets) if comm_dtype is None else [comm_dtype]:
                 if self.ipg_buckets[dtype].params:
-                    self._autoep_correct_bucket(dtype)
+                    self._autoep_correct_scattered_bucket(dtype)
         super().reduce_ipg_grads(comm_dtype)
 
     def _autoep_corrects_buckets(self) -> bool:
@@ -158,22 +188,26 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
             self._autoep_place_now = "bucket" if self.autoep_place == "bucket" and once else "partition"
         return self._autoep_place_now == "bucket"
 
+    def _autoep_correct_scattered_bucket(self, dtype: torch.dtype) -> None:
+        """contiguous_gradients=false: DeepSpeed waits for the whole device before each reduction, so this may, too."""
+        accelerator = get_accelerator()
+        waits = self.overlap_comm and not accelerator.resolves_data_dependency()
+        if waits:
+            accelerator.synchronize()  # it does not note which streams made these gradients
+        with accelerator.stream(self.reduction_stream if self.overlap_comm else accelerator.current_stream()):
+            self._autoep_correct_bucket(dtype)
+        if waits:  # gradients are divided by dp on the current stream next
+            accelerator.current_stream().wait_stream(self.reduction_stream)
+
     def _autoep_correct_bucket(self, dtype: torch.dtype) -> None:
-        accelerator, bucket = get_accelerator(), self.ipg_buckets[dtype]
-        stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
-        if self.overlap_comm and not accelerator.resolves_data_dependency():
-            if not self.contiguous_gradients:  # DeepSpeed does not note which streams made these
-                accelerator.synchronize()
-            for producer in bucket.copy_streams or {accelerator.current_stream()}:
-                stream.wait_stream(producer)
-        parameters = [self.bit16_groups[group][place] for group, place, _ in bucket.params]
-        with accelerator.stream(stream):
-            self.autoep_sync.correct(
-                [
-                    self.autoep_sync.slice_of(gradient, parameter)
-                    for gradient, parameter in zip(self._autoep_bucket_gradients(dtype, parameters), parameters, strict=True)
-                ]
-            )
+        """On the current stream."""
+        parameters = [self.bit16_groups[group][place] for group, place, _ in self.ipg_buckets[dtype].params]
+        self.autoep_sync.correct(
+            [
+                self.autoep_sync.slice_of(gradient, parameter)
+                for gradient, parameter in zip(self._autoep_bucket_gradients(dtype, parameters), parameters, strict=True)
+            ]
+        )
 
     def _autoep_bucket_gradients(self, dtype: torch.dtype, parameters) -> list[torch.Tensor]:
         bucket = self.ipg_buckets[dtype]

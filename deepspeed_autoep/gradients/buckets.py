@@ -104,13 +104,13 @@ def plan_flat(
     length: int,
     rule: TPRule,
     limit: int,
-    multiple: float = 1.0,
+    leave_factor: bool = False,
 ) -> tuple[Transfer, ...] | None:
     """Transfers that sum a flat fp32 buffer of ``length`` elements where it stands, ``limit`` elements at a time.
 
-    Pieces lie at ascending ``offsets`` of the buffer itself, so nothing is packed. They become ``multiple`` times what the
-    rule says: with ``multiple = tp_size`` an average is a plain sum, which needs no pass over the buffer. None where the
-    buffer cannot be summed as it is: some piece must not be. What lies between pieces is summed too and left so.
+    Pieces lie at ascending ``offsets`` of the buffer itself, so nothing is packed. With ``leave_factor`` they become
+    ``tp_size`` times what the rule says: an average is a plain sum then, which needs no pass over the buffer. None where
+    the buffer cannot be summed as it is: some piece must not be. What lies between pieces is summed too and left so.
     """
     if any(count and not rule.meets(family) for count, family in zip(counts, families, strict=True)):
         return None
@@ -122,7 +122,9 @@ def plan_flat(
         parts = []
         for piece, (count, family, offset) in enumerate(zip(counts, families, offsets, strict=True)):
             begin, end = max(first, offset), min(last, offset + count)
-            factor = rule.factor(family) * multiple
+            factor = rule.factor(family)
+            if leave_factor:
+                factor = 1.0 if factor != 1.0 else float(rule.tp_size)
             if begin < end and factor != 1.0:
                 parts.append(Part(piece, begin - offset, end - begin, None, factor))
         transfers.append(Transfer(tuple(_joined(parts, offsets)), last - first, first))

@@ -47,11 +47,11 @@ class LaneDeviation:
             self.sums[0, parameter.index] += (mine.float() - mean).double().square().sum() / tolerance**2
             self.sums[1, parameter.index] += mean.double().square().sum()
 
-    def raise_if_any(self) -> None:
-        """Collective over the stage; every rank raises the same error or none does."""
+    def raise_if_any(self) -> bool:
+        """Collective over the stage; every rank raises the same error or none does. Whether all gradients were finite, so
+        that the question is settled: others are the statistics' business (the step is skipped), and no evidence."""
         dist.all_reduce(self.sums, group=self.handles.stage_group)
         deviation, mean = self.sums.cpu()
-        # A non-finite gradient is the statistics' business (the step is skipped), not evidence of a wrong family.
         floor = _NOISE_FLOOR**2 * mean.nan_to_num(0.0, 0.0, 0.0).max()
         for index, parameter in enumerate(self.parameters):
             if torch.isfinite(deviation[index]) and deviation[index] > max(mean[index], floor):
@@ -61,6 +61,7 @@ class LaneDeviation:
                     'with {"partition_type": "skip", "grad_allreduce": true} for it), or the lanes were given different samples or '
                     "random states"
                 )
+        return bool(self.sums.isfinite().all())
 
 
 class LaneVerifier:

@@ -2,8 +2,8 @@
 
 Gradients that meet their TP peers go through one flat fp32 buffer: pack, one all-reduce, and one pass that applies each
 piece's factor and writes it back in its own dtype; experts, which need no collective, are scaled in the same pass. Where
-gradients already lie in one flat fp32 buffer, that is summed as it is. Large lists take several transfers, of which one
-is on the wire while another is packed or written back.
+gradients already lie in one flat fp32 buffer, that is summed as it is. Large lists take several transfers through the
+same buffers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from deepspeed_autoep.gradients.lanes import LaneDeviation
 from deepspeed_autoep.gradients.slices import FlatGradients, GradientSlice, ParameterInfo
 from deepspeed_autoep.ops import IN_PLACE, Segments, choose_ops
 
-# fp32 elements of one transfer, and transfers under way at a time. Host: a buffer that stays in the caches between pack,
-# all-reduce and unpack (docs/benchmarks). GPU: large enough for the wire's full speed.
+# fp32 elements of one transfer, and transfers under way at a time: their buffers are the reducer's memory. Host: the
+# processes of a machine that is busy anyway gain nothing from a second one (docs/benchmarks). GPU: large enough for the
+# wire's full speed, and one is packed or written back beside another on the wire; not measured yet.
 TRANSFER_ELEMENTS = {"cpu": 2 * 1024 * 1024, "gpu": 32 * 1024 * 1024}
-DEPTH = 2
+TRANSFERS_UNDER_WAY = {"cpu": 1, "gpu": 2}
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,17 @@ class TPGradientReducer:
         *,
         synchronize_replicated: bool = True,
         transfer_elements: int | None = None,
+        under_way: int | None = None,
     ) -> None:
         self.handles = handles
         self.device = torch.device(device)  # of the gradients and the stage's collectives
         self.parameters = parameters  # of the whole model, in order
         self.rule = TPRule(handles.spec.tp_size, synchronize_replicated)
-        self.transfer_elements = transfer_elements or TRANSFER_ELEMENTS["cpu" if self.device.type == "cpu" else "gpu"]
+        kind = "cpu" if self.device.type == "cpu" else "gpu"
+        self.transfer_elements = transfer_elements or TRANSFER_ELEMENTS[kind]
+        self.under_way = under_way or TRANSFERS_UNDER_WAY[kind]
         self.ops = choose_ops(self.device)
-        # Check the classification once, on the first gradients; they are averaged, whatever the rule says later.
+        # Check the classification once, on the first finite gradients; they are averaged, whatever the rule says later.
         self.verify_next = handles.spec.tp_size > 1
         self._deviation: LaneDeviation | None = None
         self._plans: dict[tuple, tuple[_Pass, ...] | None] = {}
@@ -105,10 +109,11 @@ class TPGradientReducer:
         counts = tuple(piece.gradient.numel() for piece in flat.pieces)
         families = tuple(piece.parameter.family for piece in flat.pieces)
         length = flat.buffer.numel()
-        key = (counts, families, flat.offsets(), length, rule, leave_factor)
+        # One collective where nothing follows it. The check copies what it compares with, so it goes piece by piece.
+        limit = length if leave_factor and self._deviation is None else self.transfer_elements
+        key = (counts, families, flat.offsets(), length, rule, leave_factor, limit)
         if key not in self._plans:
-            limit, multiple = (length, float(rule.tp_size)) if leave_factor else (self.transfer_elements, 1.0)
-            transfers = plan_flat(counts, families, flat.offsets(), length, rule, max(limit, 1), multiple)
+            transfers = plan_flat(counts, families, flat.offsets(), length, rule, max(limit, 1), leave_factor)
             self._plans[key] = None if transfers is None else _prepare(transfers)
         if (passes := self._plans[key]) is None:
             self.correct(flat.pieces)
@@ -121,8 +126,12 @@ class TPGradientReducer:
         step's gradients show a parameter with a wrong family."""
         if self.verify_next:
             deviation = self._deviation or LaneDeviation(self.parameters, self.handles, self.device)
-            self.verify_next, self._deviation = False, None
-            deviation.raise_if_any()
+            self._deviation = None
+            self.verify_next = not deviation.raise_if_any()
+
+    def forget(self) -> None:
+        """The gradients that were corrected since the last step are discarded."""
+        self._deviation = None
 
     def _rule_now(self) -> TPRule:
         if not self.verify_next:
@@ -135,9 +144,9 @@ class TPGradientReducer:
         self._wait_for_ring()
         under_way: deque = deque()
         for index, step in enumerate(passes):
-            if len(under_way) == DEPTH:
+            if len(under_way) == self.under_way:
                 self._finish(*under_way.popleft(), pieces, flat)
-            under_way.append(self._start(step, index % DEPTH, pieces, flat))
+            under_way.append(self._start(step, index % self.under_way, pieces, flat))
         while under_way:
             self._finish(*under_way.popleft(), pieces, flat)
         self._mark_ring()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed_autoep.ops import triton_kernels as kernels
-from deepspeed_autoep.ops.segments import DTYPES, Segments, check
+from deepspeed_autoep.ops.segments import DTYPES, IN_PLACE, Segments, check
 
 NAME = "triton"
 # A segment's place in the buffer must be a multiple of this many elements to take the wide path.
@@ -40,6 +40,7 @@ class _Tables:
         self.counts = counts.to(device)
         self.offsets = torch.tensor(segments.offsets, dtype=torch.int64).to(device)
         self.factors = torch.tensor(segments.factors, dtype=torch.float32).to(device)
+        self._in_place = [offset == IN_PLACE for offset in segments.offsets]
         self._offset_aligned = [offset % _BUFFER_ALIGNMENT == 0 for offset in segments.offsets]
         self._seen: tuple | None = None
         self._address_and_kind: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -48,17 +49,25 @@ class _Tables:
         addresses = [tensor.data_ptr() for tensor in tensors]
         seen = (addresses, [tensor.dtype for tensor in tensors], buffer is None or buffer.data_ptr() % 16 == 0)
         if seen != self._seen:
+            # The buffer is also what addresses are counted from: see triton_kernels._wide.
+            wide = [
+                seen[2] and address % 16 == 0 and (in_place or aligned)
+                for address, in_place, aligned in zip(addresses, self._in_place, self._offset_aligned, strict=True)
+            ]
             kinds = [
-                DTYPES.index(tensor.dtype) | (kernels.ALIGNED if address % 16 == 0 and aligned and seen[2] else 0)
-                for tensor, address, aligned in zip(tensors, addresses, self._offset_aligned, strict=True)
+                DTYPES.index(tensor.dtype) | (kernels.ALIGNED if flag else 0)
+                for tensor, flag in zip(tensors, wide, strict=True)
             ]
             device = self.counts.device
-            self._address_and_kind = (
-                torch.tensor(addresses, dtype=torch.int64).to(device),
-                torch.tensor(kinds, dtype=torch.int32).to(device),
-            )
+            self._address_and_kind = (_upload(addresses, torch.int64, device), _upload(kinds, torch.int32, device))
             self._seen = seen
         return self._address_and_kind
+
+
+def _upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+    pinned = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def _tables(segments: Segments, device: torch.device) -> _Tables:

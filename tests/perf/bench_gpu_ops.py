@@ -92,13 +92,14 @@ def measure(ops, device: torch.device, rounds: int, report: Report) -> None:
     for dtype in DTYPES:
         tensors = [torch.ones(size, dtype=dtype, device=device) for size in SIZES]
         segments = Segments.of(tensors, padded_offsets(SIZES), [0.5] * len(SIZES))
+        in_place = Segments.of(tensors)
         buffer = torch.zeros(segments.extent, device=device)
         width = tensors[0].element_size()
         runs = {
             "pack": (lambda t=tensors, s=segments, b=buffer: ops.pack(s, t, b), 4 + width),
             "scale_unpack": (lambda t=tensors, s=segments, b=buffer: ops.scale_unpack(s, t, b), 4 + width),
-            "squares_and_zeros": (lambda t=tensors, s=segments: ops.squares_and_zeros(s, t), width),
-            "checksums": (lambda t=tensors, s=segments: ops.checksums(s, t), width),
+            "squares_and_zeros": (lambda t=tensors, s=in_place: ops.squares_and_zeros(s, t), width),
+            "checksums": (lambda t=tensors, s=in_place: ops.checksums(s, t), width),
             "reference scale_unpack": (lambda t=tensors, s=segments, b=buffer: reference.scale_unpack(s, t, b), 4 + width),
         }
         words = torch.zeros(elements * (4 + width) // 8, device=device)

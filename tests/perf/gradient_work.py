@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors
 
 from deepspeed_autoep.folding import GradientFamily, build_folding_spec, create_folding_groups
-from deepspeed_autoep.gradients import reducer as reducer_module
 from deepspeed_autoep.gradients.lanes import LaneVerifier
 from deepspeed_autoep.gradients.norms import StatisticsPass
 from deepspeed_autoep.gradients.reducer import TPGradientReducer
 from deepspeed_autoep.gradients.slices import FlatGradients, GradientSlice, ParameterInfo
+from deepspeed_autoep.ops import Segments
 from tests.perf.memory import LiveTensors
 
 # Small ones (norms, biases) between large ones (embeddings, routers), as a model has them.
@@ -76,7 +77,7 @@ def variants(work: Gradients) -> dict[str, Callable[[], None]]:
     ours, without = work.reducer(), work.reducer(synchronize_replicated=False)
     runs = {
         "stock, one by one": _stock(work),
-        "ours": lambda: ours.correct(pieces),
+        "ours, separate tensors": lambda: ours.correct(pieces),
         "bare all_reduce": lambda: dist.all_reduce(work.bare, group=work.handles.tp_group),
     }
     if work.dtype == torch.float32:
@@ -84,6 +85,16 @@ def variants(work: Gradients) -> dict[str, Callable[[], None]]:
         runs["ours, one flat buffer"] = lambda: ours.correct_flat(flat)
         # As ZeRO's step does: the factor joins the multiplication of clipping.
         runs["ours, flat, factor left"] = lambda: ours.correct_flat(flat, leave_factor=True)
+    target = work.flat_pieces()
+    layout = Segments.of(work.separate, target.offsets())
+
+    def into_flat() -> float:
+        """ZeRO's step needs the gradients in one flat fp32 buffer in any case."""
+        ours.ops.pack(layout, work.separate, work.flat)
+        return ours.correct_flat(target, leave_factor=True)
+
+    runs["ours, into ZeRO's flat buffer"] = into_flat
+    runs["DeepSpeed's flatten and cast alone"] = lambda: _flatten_dense_tensors(work.separate).float()
     verifier = LaneVerifier(work.infos, work.handles, CPU, interval=1)
     same = [GradientSlice(torch.ones_like(piece.gradient), piece.parameter, 1) for piece in pieces]
 
@@ -96,15 +107,23 @@ def variants(work: Gradients) -> dict[str, Callable[[], None]]:
     return runs
 
 
+_CHECKED = (
+    "stock, one by one",
+    "ours, separate tensors",
+    "ours, one flat buffer",
+    "ours, flat, factor left",
+    "ours, into ZeRO's flat buffer",
+)
+
+
 def check(work: Gradients, runs: dict[str, Callable[[], None]]) -> None:
     """A time of something else would mean nothing: the mean of the lanes' values, exactly."""
     world = dist.get_world_size()
     mean = (2.0**world - 1) / 8 / world
-    for name in ("stock, one by one", "ours", "ours, one flat buffer", "ours, flat, factor left"):
+    for name in _CHECKED:
         if name in runs:
             work.fill()
-            left = runs[name]()
-            right = mean / (left or 1.0)
+            right = mean / (runs[name]() or 1.0)
             tensors = [work.flat] if "flat" in name else work.separate
             wrong = [tensor for tensor in tensors if not (tensor.float() == torch.tensor(right).to(work.dtype).float()).all()]
             if wrong:
@@ -132,13 +151,12 @@ def measure(dtype: str, rounds: int) -> dict[str, list[float]]:
 def transfer_sizes(dtype: str, sizes: Sequence[int], depths: Sequence[int], rounds: int) -> dict[str, list[float]]:
     """As :func:`measure`, of the reducer with other transfer sizes and numbers of transfers under way."""
     work = Gradients(getattr(torch, dtype))
-    pieces, default = work.pieces(), reducer_module.DEPTH
-    made = {(size, depth): work.reducer(transfer_elements=size) for size in sizes for depth in depths}
+    pieces = work.pieces()
+    made = {(size, depth): work.reducer(transfer_elements=size, under_way=depth) for size in sizes for depth in depths}
     samples: dict[str, list[float]] = {f"{size / 2**20:g} Mi elements, {depth} under way": [] for size, depth in made}
     samples["bare all_reduce"] = []
     for index in range(rounds + 1):
         for (size, depth), reducer in [*made.items(), ((0, 0), None)]:
-            reducer_module.DEPTH = depth
             work.fill()
             dist.barrier()
             start = time.perf_counter()
@@ -150,7 +168,6 @@ def transfer_sizes(dtype: str, sizes: Sequence[int], depths: Sequence[int], roun
             if index >= 1:
                 name = f"{size / 2**20:g} Mi elements, {depth} under way" if reducer else "bare all_reduce"
                 samples[name].append(elapsed)
-    reducer_module.DEPTH = default
     return samples
 
 
@@ -164,7 +181,7 @@ def memory(dtype: str) -> dict[str, int]:
         "gradients": sum(piece.gradient.nbytes for piece in pieces),
         "extra, peak": live.peak,
         "extra, kept": reducer.ring_bytes,
-        "one bucket": 4 * reducer.transfer_elements * reducer_module.DEPTH,
+        "one bucket": 4 * sum(SIZES),
     }
 
 

@@ -108,6 +108,14 @@ def test_a_flat_buffer_is_summed_where_it_stands():
     assert [(p.start, p.count, p.offset, p.factor) for p in transfers[0].parts] == [(0, 16, None, 0.25)]  # neighbours joined
 
 
+@pytest.mark.parametrize("tp", [2, 3, 49])
+def test_a_factor_that_is_left_leaves_sums_alone(tp):
+    (only,) = plan_flat([10, 6], [R, R], [0, 10], 16, TPRule(tp), 100, leave_factor=True)
+    assert only.parts == () and only.size == 16
+    (mixed,) = plan_flat([10, 6], [R, P], [0, 10], 16, TPRule(tp), 100, leave_factor=True)
+    assert [(p.start, p.count, p.factor) for p in mixed.parts] == [(10, 6, float(tp))]  # times 1/tp later
+
+
 def test_a_flat_buffer_is_cut_at_the_limit():
     transfers = plan_flat([10, 6, 4], [R, P, R], [0, 10, 16], 24, TPRule(2), 8)
     assert [(t.first, t.size) for t in transfers] == [(0, 8), (8, 8), (16, 8)]

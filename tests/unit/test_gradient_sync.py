@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_autoep.errors import UnsupportedError
 from deepspeed_autoep.folding import GradientFamily, build_folding_spec, create_folding_groups
 from deepspeed_autoep.gradients import reducer as reducer_module
 from deepspeed_autoep.gradients.reducer import TPGradientReducer
 from deepspeed_autoep.gradients.slices import FlatGradients, GradientSlice, ParameterInfo
+from tests.perf.memory import LiveTensors
 from tests.unit.injection import expected_of_powers, injected_engine, one_backward, one_step, snapshot
 from tests.unit.models import make_batches
 from tests.unit.pool import run_on
@@ -320,6 +322,8 @@ def drifting(case: Case, steps: int):
             one_step(engine)
         except RuntimeError as caught:
             engine.autoep.binding.restore()
+            with pytest.raises(UnsupportedError, match="without a backward pass") if case.zero else contextlib.nullcontext():
+                engine.step()  # what was corrected is gone: it must not be corrected again
             return done + 1, type(caught).__name__, str(caught)
     engine.destroy()
     return steps, "nothing", ""
@@ -341,7 +345,7 @@ def test_verification_names_the_parameter_that_drifts(zero, sync, found_at):
 # The reducer alone
 
 
-def reduce_some(limit: int, depth: int, flat: bool, dtype: str):
+def reduce_some(limit: int, depth: int, flat: bool | str, dtype: str):
     handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=4, ep_size=1))
     families = [R, P, R, R] if flat else [R, E, P, S, R, X]
     infos = [ParameterInfo(index, f"p{index}", family) for index, family in enumerate(families * 3)]
@@ -358,13 +362,14 @@ def reduce_some(limit: int, depth: int, flat: bool, dtype: str):
     if dtype != "float32":
         everyone = [lane.to(getattr(torch, dtype)).float() for lane in everyone]
     pieces = [GradientSlice(tensor, info, 1) for tensor, info in zip(tensors, infos, strict=True)]
-    reducer = TPGradientReducer(handles, infos, torch.device("cpu"), transfer_elements=limit)
+    reducer = TPGradientReducer(handles, infos, torch.device("cpu"), transfer_elements=limit, under_way=depth)
     reducer.verify_next = False
-    with mock.patch.object(reducer_module, "DEPTH", depth):
-        if flat:
-            reducer.correct_flat(FlatGradients(made, tuple(pieces)))
-        else:
-            reducer.correct(pieces)
+    if flat:
+        left = reducer.correct_flat(FlatGradients(made, tuple(pieces)), leave_factor=flat == "factor left")
+        assert left == (0.25 if flat == "factor left" else 1.0)
+        made.mul_(left)
+    else:
+        reducer.correct(pieces)
     worst, start = 0.0, 0
     for piece, size, info in zip(pieces, sizes, infos, strict=True):
         lanes = torch.stack([lane[start : start + size].double() for lane in everyone])
@@ -375,7 +380,7 @@ def reduce_some(limit: int, depth: int, flat: bool, dtype: str):
     return worst, bool((made[sum(sizes) :] == 0).all())
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [False, True, "factor left"])
 @pytest.mark.parametrize("limit", [1, 16, 100, 10**6])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_transfers_of_any_size_give_the_same_result(limit, depth, flat):
@@ -390,22 +395,55 @@ def test_sixteen_bit_gradients_are_summed_in_fp32(dtype, unit):
         assert 0 < worst <= unit
 
 
-def held_memory(limit: int):
+def held_memory(limit: int, under_way: int, flat: bool):
+    """Bytes that the reducer keeps, and the most that it had at a time; the first step compares lanes, too."""
     handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=4, ep_size=1))
     infos = [ParameterInfo(index, f"p{index}", R) for index in range(40)]
-    pieces = [GradientSlice(torch.ones(1000), info, 1) for info in infos]
-    reducer = TPGradientReducer(handles, infos, torch.device("cpu"), transfer_elements=limit)
+    buffer = torch.ones(40_000)
+    pieces = [GradientSlice(view, info, 1) for view, info in zip(buffer.split(1000), infos, strict=True)]
+    reducer = TPGradientReducer(handles, infos, torch.device("cpu"), transfer_elements=limit, under_way=under_way)
     addresses = set()
-    for _ in range(3):
-        reducer.correct(pieces)
+    with LiveTensors() as live:
+        for _ in range(3):
+            if flat:
+                reducer.correct_flat(FlatGradients(buffer, tuple(pieces)), leave_factor=True)
+            else:
+                reducer.correct(pieces)
+            reducer.finish_step()
+            addresses.add(tuple(kept.data_ptr() for kept in reducer._ring))
+    return reducer.ring_bytes, live.peak, len(addresses)
+
+
+@pytest.mark.parametrize("under_way", [1, 2])
+def test_memory_is_that_of_the_transfers_under_way(under_way):
+    """Of 160,000 bytes of gradients; the first step's comparison adds temporaries of one piece."""
+    transfers = under_way * 4 * 4096
+    for held, peak, different in run_on(4, held_memory, 4096, under_way, False):
+        assert 0 < held <= transfers and different == 1
+        assert peak <= transfers + 40_000
+    for held, peak, _ in run_on(4, held_memory, 4096, under_way, True):
+        assert held == 0 and peak <= 2 * transfers + 40_000
+
+
+def classified_after_an_overflow():
+    """A first step with an infinity settles nothing; the second shows that lanes differ."""
+    handles = create_folding_groups(build_folding_spec(world_size=4, pp_size=1, tp_size=4, ep_size=1))
+    infos = [ParameterInfo(0, "wrong.one", R)]
+    reducer = TPGradientReducer(handles, infos, torch.device("cpu"))
+    reducer.correct([GradientSlice(torch.full((4,), float("inf")), infos[0], 1)])
+    reducer.finish_step()
+    reducer.correct([GradientSlice(torch.full((4,), float("nan")), infos[0], 1)])
+    reducer.forget()  # the pass is discarded
+    reducer.correct([GradientSlice(torch.full((4,), float(dist.get_rank())), infos[0], 1)])
+    try:
         reducer.finish_step()
-        addresses.add(tuple(buffer.data_ptr() for buffer in reducer._ring))
-    return reducer.ring_bytes, len(addresses)
+    except RuntimeError as caught:
+        return str(caught)
+    return ""
 
 
-def test_buffers_are_reused_and_no_larger_than_one_bucket():
-    for held, different in run_on(4, held_memory, 4096):
-        assert held <= 2 * 4 * 4096 and different == 1
+def test_an_overflow_does_not_use_up_the_check_of_the_first_step():
+    assert all("wrong.one" in message for message in run_on(4, classified_after_an_overflow))
 
 
 # What cannot be

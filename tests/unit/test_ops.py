@@ -304,6 +304,21 @@ def test_bad_memory_is_refused_before_it_is_touched(implementation, tensor, buff
         implementation.pack(segments, [], buffer)
 
 
+def test_triton_takes_the_wide_path_where_memory_is_aligned():
+    """Packed or in place, each dtype; a masked path everywhere would be right and slow."""
+    base = [torch.zeros(4096 + 8, dtype=dtype) for dtype in DTYPES for _ in range(2)]
+    tensors = [tensor[8:] if index % 2 else tensor[1:] for index, tensor in enumerate(base)]
+    for offsets in ([IN_PLACE] * 6, [4112 * index for index in range(6)]):
+        segments = Segments.of(tensors, offsets)
+        buffer = torch.zeros(4112 * 6)
+        _, kinds = gpu._Tables(segments, torch.device("cpu")).address_and_kind(tensors, buffer)
+        assert [bool(kind & gpu.kernels.ALIGNED) for kind in kinds.tolist()] == [False, True] * 3
+        assert [kind & 3 for kind in kinds.tolist()] == [0, 0, 1, 1, 2, 2]
+    odd = Segments.of(tensors, [4112 * index + 1 for index in range(6)])
+    _, kinds = gpu._Tables(odd, torch.device("cpu")).address_and_kind(tensors, torch.zeros(4112 * 7))
+    assert not any(kind & gpu.kernels.ALIGNED for kind in kinds.tolist())
+
+
 def test_device_chooses_and_the_variable_overrides(monkeypatch):
     assert choose_ops(torch.device("cpu")) is cpu
     monkeypatch.setenv(ops.ENVIRONMENT_VARIABLE, "reference")

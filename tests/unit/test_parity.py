@@ -17,7 +17,7 @@ from deepspeed_autoep.folding import FAMILY_RULES, GradientFamily
 from deepspeed_autoep.gradients import lanes, norms, sync
 from tests.unit.models import FAMILIES, HAS_AUX_LOSS
 from tests.unit.pool import run_on
-from tests.unit.training import Case, reference_of, train, worst_errors
+from tests.unit.training import Case, reference_of, train, uncorrected, worst_errors
 
 TOPOLOGIES = [(4, 1, 4), (4, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 2), (4, 4, 4), (8, 2, 4), (8, 4, 4)]
 LOSS_AND_NORM, PARAMETER = 1e-5, 1e-4
@@ -78,7 +78,7 @@ def _replicas_on_lanes(spec):
 
 SABOTAGES = {
     # name: (patches, which error must show)
-    "no_tp_correction": (lambda: [mock.patch.object(sync.GradientSync, "correct", lambda *_: None)], "norm"),
+    "no_tp_correction": (lambda: [mock.patch.object(sync.GradientSync, "correct", uncorrected)], "norm"),
     "no_expert_cancel": (lambda: [_rule(GradientFamily.EXPERT, tp_reduction="skip")], "norm"),
     "partial_averaged": (
         lambda: [_rule(GradientFamily.PARTIAL, tp_reduction="average"), _without_verification()],

@@ -146,3 +146,8 @@ def worst_errors(curve: Curve, right: Curve) -> dict[str, float]:
         "norm": max(relative(*pair) for pair in zip(curve.norms, right.norms, strict=True)),
         "parameter": max(parameter_error(curve.state[name], right.state[name]) for name in right.state),
     }
+
+
+def uncorrected(self, pieces, flats=(), leave_factors=False) -> list[float]:
+    """In the place of ``GradientSync.correct``: no TP rule at all."""
+    return [1.0] * len(flats)
