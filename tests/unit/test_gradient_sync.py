@@ -222,6 +222,77 @@ def test_with_overlap_the_reduction_stream_corrects_before_it_reduces(zero):
         assert all(flush[0] == "tp" and set(flush[1:]) == {"data"} for flush in filled)
 
 
+class RecordedStream:
+    """Stands for a device's stream: notes in ``log`` who waits for whom."""
+
+    def __init__(self, name: str, log: list) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: RecordedStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def streams_of_reductions(case: Case) -> list[str]:
+    """What one backward pass does on which stream, and the waits between them, as on a device with streams."""
+    from deepspeed.accelerator import get_accelerator
+
+    engine = injected_engine(case, lambda *_: 1.0)
+    optimizer, accelerator, log = engine.optimizer, type(get_accelerator()), []
+    streams = [RecordedStream("backward", log)]
+    optimizer.reduction_stream = RecordedStream("reduction", log)
+
+    @contextlib.contextmanager
+    def entered(self, stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    def noted(name, real):
+        def call(*arguments, **options):
+            log.append(f"{name} on {streams[-1].name}")
+            return real(*arguments, **options)
+
+        return call
+
+    sync = engine.autoep_sync
+    sync.correct = noted("tp", sync.correct)
+    optimizer.allreduce_bucket = noted("data", optimizer.allreduce_bucket)
+    with contextlib.ExitStack() as patches:
+        for name, value in {
+            "resolves_data_dependency": lambda self: False,
+            "stream": entered,
+            "current_stream": lambda self: streams[-1],
+            "synchronize": lambda self, *_: log.append("device waits"),
+        }.items():
+            patches.enter_context(mock.patch.object(accelerator, name, value))
+        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
+        patches.enter_context(mock.patch.object(torch, "_foreach_div_", noted("division", torch._foreach_div_)))
+        one_backward(engine)
+    engine.destroy()
+    return log
+
+
+WAITS = {
+    # The backward stream waits for the buckets before this one, never for the correction of this one.
+    True: ["reduction waits for backward", "backward waits for reduction", "tp on reduction", "data on reduction"],
+    # The division by dp is the backward stream's, so it waits for the correction.
+    False: ["device waits", "tp on reduction", "backward waits for reduction", "division on backward", "data on reduction"],
+}
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_streams_wait_for_what_they_need_and_no_more(contiguous):
+    overlap = (("overlap_comm", True), ("reduce_bucket_size", 10**6), ("contiguous_gradients", contiguous))
+    for log in run_on(4, streams_of_reductions, Case("qwen3_moe", 4, 2, 1, 2, "SGD", samples=2, zero_config=overlap)):
+        assert log.count("tp on reduction") == 1 and "data on backward" not in log and "tp on backward" not in log
+        # In this order; contiguous ones without a wait in between.
+        positions = [log.index(step) for step in WAITS[contiguous]]
+        assert positions == sorted(positions)
+        if contiguous:
+            after = log[log.index("tp on reduction") : log.index("data on reduction")]
+            assert "backward waits for reduction" not in after and "device waits" not in after
+
+
 def corrected_twice(case: Case, how: str):
     """Stock's own correction on top of ours."""
     engine = injected_engine(case, lambda *_: 2.0 ** dist.get_rank())
