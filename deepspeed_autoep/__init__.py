@@ -9,6 +9,7 @@ _LAZY = {
     "consolidated_state_dict": "deepspeed_autoep.checkpoint.consolidate",
     "AutoEPEngine": "deepspeed_autoep.engine.engine",
     "AutoEPMoELayer": "deepspeed_autoep.moe.layer",
+    "GradientStatistics": "deepspeed_autoep.gradients.norms",
 }
 
 __all__ = ["__version__", *_LAZY]

@@ -6,6 +6,7 @@ partial gradients (after), split parameter groups and swap the optimizer's class
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,8 @@ from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.tensor_parallel import PartitionPlan
+
+logger = logging.getLogger("deepspeed_autoep")
 
 # Forwards whose samples are compared over the lanes of each TP group, without validate_folding_routing.
 INPUT_CHECKS = 2
@@ -155,6 +158,11 @@ class AutoEPEngine(DeepSpeedEngine):
         """Buckets must be the same on all lanes, so TP shards must be of equal sizes. Collective over the stage."""
         if wanted == "auto" and (self.autoep.handles.spec.tp_size == 1 or not self.zero_overlap_comm()):
             return "partition"
+        if wanted == "bucket" and self.zero_optimization_stage() == 2 and self.gradient_accumulation_steps() > 1 and self.global_rank == 0:
+            logger.warning(
+                "expert_parallel.tp_gradient_correction='bucket' runs on the partition under ZeRO-2 with "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps()}: buckets are flushed in every backward pass"
+            )
         uneven = first_uneven_parameter(self.autoep_families, self.autoep.handles, self.device)
         if uneven is None:
             return "bucket"

@@ -30,6 +30,7 @@ from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, create_folding_groups, validate_folding_agreement
 from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_counts, find_experts
+from deepspeed_autoep.ops import requested_ops
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
 
 logger = logging.getLogger("deepspeed_autoep")
@@ -78,7 +79,10 @@ def initialize(
     def read():
         loaded = {key: value for key, value in _load(source).items() if value is not None}  # null is absent
         compat.merge_tp_model_init_into_config(loaded, mpu, mesh_param, deepspeed_comm)
-        return loaded, parse_folding_config(loaded)
+        folding = parse_folding_config(loaded)
+        if folding is not None:
+            requested_ops()
+        return loaded, folding
 
     loaded, folding = collectively(read)
     enabled: list = [None] * dist.get_world_size()

@@ -100,6 +100,7 @@ class LaneVerifier:
         if index < none:
             raise RankMismatchError(
                 f"the lanes of a tensor-parallel group have different gradients of {self.parameters[index].name!r} at step "
-                f"{self.steps}, found by expert_parallel.replicated_gradient_sync='verify' (every {self.interval} steps): the lanes "
-                "have drifted apart. 'average' keeps them the same; load the last checkpoint before you go on"
+                f"{self.steps}, found by expert_parallel.replicated_gradient_sync='verify' (every {self.interval} steps). Either the "
+                "lanes were given different samples or random states (validate_folding_routing=true finds the step), or kernels "
+                "that do not give the same bits every time let them drift apart, which 'average' prevents"
             )

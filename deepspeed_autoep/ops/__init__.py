@@ -41,11 +41,17 @@ class BucketOps(Protocol):
     def checksums(self, segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
 
-def choose_ops(device: torch.device) -> BucketOps:
-    """The implementation for tensors on ``device``. Raises :class:`ConfigError` for an unknown name in the variable."""
+def requested_ops() -> str:
+    """The environment variable's value. Raises :class:`ConfigError` for an unknown one."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, _AUTO)
     if wanted not in _LEGAL:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE}={wanted!r}: legal are {', '.join(_LEGAL)}")
+    return wanted
+
+
+def choose_ops(device: torch.device) -> BucketOps:
+    """The implementation for tensors on ``device``. Raises :class:`ConfigError` as :func:`requested_ops`."""
+    wanted = requested_ops()
     if wanted == _AUTO:
         wanted = {"cpu": "cpp", "cuda": "triton"}.get(device.type, "reference")
     ops, reason = _try(wanted, device.type)
@@ -93,4 +99,4 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-__all__ = ["ENVIRONMENT_VARIABLE", "IN_PLACE", "BucketOps", "Segments", "choose_ops"]
+__all__ = ["ENVIRONMENT_VARIABLE", "IN_PLACE", "BucketOps", "Segments", "choose_ops", "requested_ops"]

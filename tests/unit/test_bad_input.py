@@ -282,3 +282,27 @@ def without_the_block(config):
 @pytest.mark.parametrize("config", [{}, {"expert_parallel": {"enabled": False}}])
 def test_without_the_block_it_is_deepspeed(config):
     assert run_on(4, without_the_block, config) == [True] * 4
+
+
+def unknown_ops(rank: int | None):
+    """The environment names implementations that do not exist, on one rank or on all."""
+    import os
+
+    import deepspeed_autoep
+
+    if rank in (None, dist.get_rank()):
+        os.environ["DEEPSPEED_AUTOEP_OPS"] = "foo"
+    try:
+        deepspeed_autoep.initialize(model=make_model("mixtral"), config=ds_config(Case()))
+    except Exception as caught:
+        return type(caught).__name__, str(caught)
+    finally:
+        os.environ.pop("DEEPSPEED_AUTOEP_OPS", None)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_unknown_gradient_ops(rank):
+    for own, (kind, message) in enumerate(run_on(4, unknown_ops, rank)):
+        assert kind == ("ConfigError" if rank in (None, own) else "RankMismatchError")
+        assert "DEEPSPEED_AUTOEP_OPS='foo': legal are" in message
