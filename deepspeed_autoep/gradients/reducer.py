@@ -187,10 +187,10 @@ class TPGradientReducer:
 
     def _compare_flat(self, transfer: Transfer, buffer: torch.Tensor, own: torch.Tensor, flat: FlatGradients) -> None:
         last = transfer.first + transfer.size
+        factor = TPRule(self.rule.tp_size).factor(GradientFamily.REPLICATED)
         for piece, offset in zip(flat.pieces, flat.offsets(), strict=True):
             begin, end = max(transfer.first, offset) - transfer.first, min(last, offset + piece.gradient.numel()) - transfer.first
             if begin < end and piece.parameter.family is GradientFamily.REPLICATED:
-                factor = TPRule(self.rule.tp_size).factor(GradientFamily.REPLICATED)
                 self._deviation.add(piece.parameter, own[begin:end], buffer[begin:end], factor, piece.computed_in)
 
     def _buffer(self, slot: int, size: int) -> torch.Tensor:

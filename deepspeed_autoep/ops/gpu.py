@@ -77,23 +77,28 @@ def _tables(segments: Segments, device: torch.device) -> _Tables:
     return segments.derived[key]
 
 
+def _launch(kernel, segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor | None, *arguments) -> None:
+    """One program for each block of the segments; ``arguments`` follow the tables that every kernel takes."""
+    tables = _tables(segments, tensors[0].device)
+    address, kind = tables.address_and_kind(tensors, buffer)
+    kernel[(tables.programs,)](
+        tables.block_segment,
+        tables.block_number,
+        address,
+        kind,
+        tables.counts,
+        *arguments,
+        BLOCK=kernels.BLOCK,
+        num_warps=kernels.NUM_WARPS,
+    )
+
+
 @torch.no_grad()
 def pack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     check(segments, tensors, buffer)
     tables = _tables(segments, buffer.device)
     if tables.programs:
-        address, kind = tables.address_and_kind(tensors, buffer)
-        kernels.pack_kernel[(tables.programs,)](
-            tables.block_segment,
-            tables.block_number,
-            address,
-            kind,
-            tables.counts,
-            tables.offsets,
-            buffer,
-            BLOCK=kernels.BLOCK,
-            num_warps=kernels.NUM_WARPS,
-        )
+        _launch(kernels.pack_kernel, segments, tensors, buffer, tables.offsets, buffer)
 
 
 @torch.no_grad()
@@ -101,19 +106,7 @@ def scale_unpack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: to
     check(segments, tensors, buffer)
     tables = _tables(segments, buffer.device)
     if tables.programs:
-        address, kind = tables.address_and_kind(tensors, buffer)
-        kernels.scale_unpack_kernel[(tables.programs,)](
-            tables.block_segment,
-            tables.block_number,
-            address,
-            kind,
-            tables.counts,
-            tables.offsets,
-            tables.factors,
-            buffer,
-            BLOCK=kernels.BLOCK,
-            num_warps=kernels.NUM_WARPS,
-        )
+        _launch(kernels.scale_unpack_kernel, segments, tensors, buffer, tables.offsets, tables.factors, buffer)
 
 
 @torch.no_grad()
@@ -125,19 +118,8 @@ def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> to
     tables = _tables(segments, device)
     result = torch.zeros(2, len(tensors), dtype=torch.float64, device=device)
     if tables.programs:
-        address, kind = tables.address_and_kind(tensors, None)
         partial = torch.empty(2, tables.programs, dtype=torch.float64, device=device)
-        kernels.block_sums_kernel[(tables.programs,)](
-            tables.block_segment,
-            tables.block_number,
-            address,
-            kind,
-            tables.counts,
-            partial[0],
-            partial[1],
-            BLOCK=kernels.BLOCK,
-            num_warps=kernels.NUM_WARPS,
-        )
+        _launch(kernels.block_sums_kernel, segments, tensors, None, partial[0], partial[1])
         kernels.segment_sums_kernel[(len(tensors),)](
             tables.first_block, partial[0], partial[1], result, len(tensors), BLOCK=_SUMS_BLOCK, num_warps=2
         )
@@ -153,17 +135,7 @@ def checksums(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tens
     tables = _tables(segments, device)
     result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     if tables.programs:
-        address, kind = tables.address_and_kind(tensors, None)
         partial = torch.empty(tables.programs, dtype=torch.int64, device=device)
-        kernels.block_checksums_kernel[(tables.programs,)](
-            tables.block_segment,
-            tables.block_number,
-            address,
-            kind,
-            tables.counts,
-            partial,
-            BLOCK=kernels.BLOCK,
-            num_warps=kernels.NUM_WARPS,
-        )
+        _launch(kernels.block_checksums_kernel, segments, tensors, None, partial)
         result.index_add_(0, tables.block_segment, partial)  # integers: their order does not matter
     return result

@@ -13,7 +13,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -23,7 +22,6 @@ import transformers
 
 from deepspeed_autoep.moe.experts import RowCounts, run_experts
 from deepspeed_autoep.moe.weight_layout import INTERFACE_FLAGS, describe_layout
-from tests.perf.processes import ROOT
 from tests.perf.report import Report, hardware, load_average, table, today
 
 # hidden, intermediate, local experts, rows, dtype
@@ -137,10 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append([place, *cells])
     print("\n".join(f"{key}: {value}" for key, value in report.context.items()) + "\n")
     print(table("forward + backward in ms, one thread: median (p10-p90)", ["H, I, E, R, dtype", *columns], lines))
-    if options.csv:
-        path = Path(options.csv)
-        report.write_csv(path if path.is_absolute() else ROOT / path)
-        print(f"written: {path}")
+    report.save(options.csv)
 
 
 if __name__ == "__main__":

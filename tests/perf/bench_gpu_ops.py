@@ -12,15 +12,13 @@ import argparse
 import platform
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from deepspeed_autoep.ops import IN_PLACE, Segments, choose_ops, reference
-from tests.perf.processes import ROOT
+from tests.perf.gradient_work import SIZES
 from tests.perf.report import Report, table, today
 
-SIZES = [size for _ in range(120) for size in (2048, 65536, 2048, 65536, 2048)]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -141,10 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report(context)
     print("\n".join(f"{key}: {value}" for key, value in context.items()) + "\n")
     measure(ops, device, options.rounds, report)
-    if options.csv:
-        path = Path(options.csv)
-        report.write_csv(path if path.is_absolute() else ROOT / path)
-        print(f"written: {path}")
+    report.save(options.csv)
 
 
 if __name__ == "__main__":

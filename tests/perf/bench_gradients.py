@@ -153,10 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code(report)
     if "step" in options.parts:
         step(report, options)
-    if options.csv:
-        path = Path(options.csv)
-        report.write_csv(path if path.is_absolute() else ROOT / path)
-        print(f"written: {path}")
+    report.save(options.csv)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tests.perf.collectives import Collective, summarize
-from tests.perf.processes import ROOT, WorkerGroup, transformers_beside
+from tests.perf.processes import WorkerGroup, transformers_beside
 from tests.perf.report import Measurement, Report, hardware, load_average, table, today
 from tests.perf.workload import Workload
 
@@ -263,10 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"collectives of {name}, rank 0\n{listing(comparison.recordings[name][0])}")
         for name in names if options.profile else ():
             print(f"operators of {name}, rank 0, 5 steps\n{comparison.groups[name].call('profile', 5)[0]}")
-    if options.csv:
-        path = Path(options.csv)
-        comparison.report.write_csv(path if path.is_absolute() else ROOT / path)
-        print(f"written: {path}")
+    comparison.report.save(options.csv)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.perf.processes import ROOT
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear between the sorted values; ``share`` in [0, 1]."""
@@ -70,6 +72,13 @@ class Report:
                 writer.writerow(
                     [m.variant, m.measure, m.place, m.unit, *numbers, len(m.values), *self.context.values()]
                 )
+
+
+    def save(self, path: str | None) -> None:
+        """What ``--csv`` asked for: nothing without it; a relative path is in the repository."""
+        if path:
+            self.write_csv(ROOT / path)
+            print(f"written: {path}")
 
 
 def hardware() -> dict[str, str]:
