@@ -39,6 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=work.tokens, help="of each TP group in a step")
     parser.add_argument("--shard-head", action="store_true", help="cut lm_head by columns, as HF's plan does")
     parser.add_argument("--fused-adam", action="store_true", help="torch's fused AdamW in all variants")
+    parser.add_argument("--correction", choices=("auto", "partition", "bucket"), default=work.correction, help="ours: where over TP")
     parser.add_argument("--default-malloc", action="store_true", help="let glibc return freed memory to the kernel")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=3)
