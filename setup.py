@@ -20,10 +20,13 @@ def version() -> str:
 def extensions() -> list[Extension]:
     """optional: a missing or failing compiler is a warning of the build, never an error."""
 
+    headers = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/*.h"))]
+
     def extension(name: str, source: str, *flags: str) -> Extension:
         return Extension(
             f"deepspeed_autoep.{name}",
             sources=[f"csrc/{source}.cpp"],
+            depends=headers,
             language="c++",
             extra_compile_args=["-std=c++17", *flags],
             extra_link_args=["-pthread"],
@@ -32,7 +35,10 @@ def extensions() -> list[Extension]:
 
     found = [extension("_dispatch_plan", "dispatch_plan", "-O2"), extension("_gradient_ops", "gradient_ops", "-O3")]
     if platform.machine().lower() in ("x86_64", "amd64"):  # chosen when it is loaded, by what the processor has
-        found.append(extension("_gradient_ops_avx2", "gradient_ops", "-O3", "-mavx2", "-mfma", "-mf16c"))
+        avx2 = ("-mavx2", "-mfma", "-mf16c")
+        avx512 = (*avx2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+        found.append(extension("_gradient_ops_avx2", "gradient_ops", "-O3", *avx2))
+        found.append(extension("_gradient_ops_avx512", "gradient_ops", "-O3", *avx512))
     return found
 
 

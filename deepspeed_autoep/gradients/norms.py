@@ -100,8 +100,10 @@ class StatisticsPass:
 
     def _cells(self, slices: Sequence[GradientSlice]) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sums of squares and weighted zeros, fp64 [1 + families + groups] each: of all, by family, by group."""
-        slices = [piece for piece in slices if piece.gradient.numel()]
-        key = tuple((p.gradient.numel(), p.parameter.family, p.parameter.group, p.shards, p.factor) for p in slices)
+        counts = [piece.gradient.numel() for piece in slices]
+        if 0 in counts:
+            slices = [piece for piece, count in zip(slices, counts, strict=True) if count]
+        key = tuple([(piece.parameter.index, piece.shards, piece.factor, count) for piece, count in zip(slices, filter(None, counts), strict=True)])
         if key not in self._weights:
             self._weights[key] = self._prepare(slices)
         segments, weights = self._weights[key]

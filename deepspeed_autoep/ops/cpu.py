@@ -1,14 +1,14 @@
 """The bucket ops in C++ (``csrc/gradient_ops.cpp``), for tensors in host memory. See :mod:`deepspeed_autoep.ops.reference`.
 
-The library is built twice, portable and for AVX2 with FMA and F16C; the processor decides which one is loaded. Passes use
-``torch.get_num_threads()`` threads.
+The library is built three times, portable, for AVX2 (with FMA and F16C) and for AVX-512; the processor decides which one
+is loaded. Passes use ``torch.get_num_threads()`` threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -16,14 +16,19 @@ from deepspeed_autoep.ops.segments import DTYPES, Segments, check
 from deepspeed_autoep.shared_library import load_library
 
 NAME = "cpp"
-_PORTABLE, _AVX2 = "_gradient_ops", "_gradient_ops_avx2"
+_PORTABLE, _AVX2, _AVX512 = "_gradient_ops", "_gradient_ops_avx2", "_gradient_ops_avx512"
+# By the processor's capability in torch's words, the fastest first.
+_BUILDS = {"AVX512": (_AVX512, _AVX2, _PORTABLE), "AVX2": (_AVX2, _PORTABLE)}
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_DATA_PTR = torch.Tensor.data_ptr
+
+
+def runnable_builds() -> tuple[str, ...]:
+    """File stems of the builds that this processor can run, the fastest first."""
+    return _BUILDS.get(torch.backends.cpu.get_cpu_capability(), (_PORTABLE,))
 
 
 def _load() -> ctypes.CDLL | None:
-    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    library = load_library(_AVX2, _PORTABLE) if wide else load_library(_PORTABLE)
+    library = load_library(*runnable_builds())
     try:
         return None if library is None else declare(library)
     except AttributeError:  # built from older sources, which lack a function
@@ -67,13 +72,13 @@ def _static(segments: Segments) -> tuple:
     return arrays
 
 
-def _dynamic(tensors: Sequence[torch.Tensor]) -> tuple:
+def _dynamic(tensors: Sequence[torch.Tensor], dtypes: Set[torch.dtype]) -> tuple:
     """Addresses and dtype codes as C arrays. By way of ``array``: ctypes takes its time over each element."""
     size = len(tensors)
-    addresses = array("Q", map(_DATA_PTR, tensors))
-    dtypes = {tensor.dtype for tensor in tensors}
+    addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
     if len(dtypes) == 1:
-        codes = array("i", [_CODES[dtypes.pop()]]) * size
+        (dtype,) = dtypes
+        codes = array("i", [_CODES[dtype]]) * size
     else:
         codes = array("i", [_CODES[tensor.dtype] for tensor in tensors])
     return (ctypes.c_void_p * size).from_buffer(addresses), (ctypes.c_int32 * size).from_buffer(codes)
@@ -81,17 +86,17 @@ def _dynamic(tensors: Sequence[torch.Tensor]) -> tuple:
 
 @torch.no_grad()
 def pack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    check(segments, tensors, buffer)
+    dtypes = check(segments, tensors, buffer)
     counts, offsets, _ = _static(segments)
-    addresses, codes = _dynamic(tensors)
+    addresses, codes = _dynamic(tensors, dtypes)
     _LIBRARY.autoep_pack(len(tensors), addresses, codes, counts, offsets, buffer.data_ptr(), torch.get_num_threads())
 
 
 @torch.no_grad()
 def scale_unpack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    check(segments, tensors, buffer)
+    dtypes = check(segments, tensors, buffer)
     counts, offsets, factors = _static(segments)
-    addresses, codes = _dynamic(tensors)
+    addresses, codes = _dynamic(tensors, dtypes)
     _LIBRARY.autoep_scale_unpack(
         len(tensors), addresses, codes, counts, offsets, factors, buffer.data_ptr(), torch.get_num_threads()
     )
@@ -99,9 +104,9 @@ def scale_unpack(segments: Segments, tensors: Sequence[torch.Tensor], buffer: to
 
 @torch.no_grad()
 def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    check(segments, tensors, None)
+    dtypes = check(segments, tensors, None)
     counts, _, _ = _static(segments)
-    addresses, codes = _dynamic(tensors)
+    addresses, codes = _dynamic(tensors, dtypes)
     result = torch.empty(2, len(tensors), dtype=torch.float64)
     squares = result.data_ptr()
     zeros = squares + result.element_size() * len(tensors)
@@ -111,9 +116,9 @@ def squares_and_zeros(segments: Segments, tensors: Sequence[torch.Tensor]) -> to
 
 @torch.no_grad()
 def checksums(segments: Segments, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    check(segments, tensors, None)
+    dtypes = check(segments, tensors, None)
     counts, _, _ = _static(segments)
-    addresses, codes = _dynamic(tensors)
+    addresses, codes = _dynamic(tensors, dtypes)
     result = torch.empty(len(tensors), dtype=torch.int64)
     _LIBRARY.autoep_checksums(len(tensors), addresses, codes, counts, result.data_ptr(), torch.get_num_threads())
     return result

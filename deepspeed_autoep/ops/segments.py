@@ -12,7 +12,6 @@ import torch
 IN_PLACE = -1  # offset of a segment that has no place in the buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEGAL = frozenset(DTYPES)
-_NUMEL, _IS_CONTIGUOUS = torch.Tensor.numel, torch.Tensor.is_contiguous
 # Multiplier of the checksum: 2**32 divided by the golden ratio, which spreads positions over all bits.
 CHECKSUM_MIX = 0x9E3779B9
 
@@ -44,26 +43,33 @@ class Segments:
         )
 
     @cached_property
+    def planned(self) -> list[int]:
+        """``counts``, to be compared with a list."""
+        return list(self.counts)
+
+    @cached_property
     def extent(self) -> int:
         """Elements of the smallest buffer that holds all segments."""
         return max((offset + count for offset, count in zip(self.offsets, self.counts, strict=True) if offset >= 0), default=0)
 
 
-def check(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor | None) -> None:
-    """Raise ``ValueError`` where a pass over raw memory would read or write outside of its tensors."""
+def check(segments: Segments, tensors: Sequence[torch.Tensor], buffer: torch.Tensor | None) -> set[torch.dtype]:
+    """The tensors' dtypes. Raises ``ValueError`` where a pass over raw memory would read or write outside of its tensors."""
     if len(tensors) != len(segments.counts):
         raise ValueError(f"{len(tensors)} tensors for {len(segments.counts)} segments")
     # The good case first, in few calls: it is on the way of every step.
+    dtypes = {tensor.dtype for tensor in tensors}
     if not (
-        {tensor.dtype for tensor in tensors} <= _LEGAL
-        and tuple(map(_NUMEL, tensors)) == segments.counts
-        and all(map(_IS_CONTIGUOUS, tensors))
+        dtypes <= _LEGAL
+        and [tensor.numel() for tensor in tensors] == segments.planned
+        and False not in [tensor.is_contiguous() for tensor in tensors]
     ):
         _refuse(segments, tensors)
     if buffer is not None and (buffer.dtype != torch.float32 or not buffer.is_contiguous() or buffer.numel() < segments.extent):
         raise ValueError(
             f"the buffer is {buffer.dtype} with {buffer.numel()} elements: it must be contiguous float32 with at least {segments.extent}"
         )
+    return dtypes
 
 
 def _refuse(segments: Segments, tensors: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,16 +39,18 @@ def rounding_interpreter(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-class _Portable:
-    """The C++ library without AVX2, through the same Python."""
+class _Build:
+    """One build of the C++ library, through the same Python."""
 
-    NAME = "cpp-portable"
-
-    def __init__(self) -> None:
-        self.library = load_library(cpu._PORTABLE)
+    def __init__(self, stem: str) -> None:
+        self.NAME = stem.strip("_")
+        self.library = load_library(stem)
         cpu.declare(self.library)
 
     def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+
         def call(*arguments):
             own, cpu._LIBRARY = cpu._LIBRARY, self.library
             try:
@@ -59,16 +62,23 @@ class _Portable:
 
 
 def implementations():
-    return [cpu, _Portable(), gpu]
+    return [*map(_Build, cpu.runnable_builds()), gpu]
 
 
 every_implementation = pytest.mark.parametrize("implementation", implementations(), ids=lambda it: it.NAME)
 
 
-def test_the_fast_library_is_loaded_where_the_processor_has_avx2():
+def test_the_widest_build_that_the_processor_runs_is_loaded():
     assert cpu.is_available()
-    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    assert ("_avx2" in cpu._LIBRARY._name) == wide
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
+        assert "_avx512" in cpu._LIBRARY._name
+    elif {"avx2", "fma", "f16c"} <= set(flags):
+        assert "_avx2" in cpu._LIBRARY._name
+    for capability, builds in {"DEFAULT": 1, "AVX2": 2, "AVX512": 3, "something new": 1}.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+            assert cpu.runnable_builds() == (cpu._AVX512, cpu._AVX2, cpu._PORTABLE)[3 - builds :]
 
 
 @dataclass
@@ -168,7 +178,7 @@ def test_sums_agree(implementation, problem):
     mine = implementation.squares_and_zeros(problem.segments, problem.tensors)
     right = reference.squares_and_zeros(problem.segments, problem.tensors)
     assert torch.equal(mine[1], right[1])
-    assert torch.allclose(mine[0], right[0], rtol=1e-6 if implementation is cpu else 1e-12, atol=0.0)
+    assert torch.allclose(mine[0], right[0], rtol=1e-6 if "avx" in implementation.NAME else 1e-12, atol=0.0)
 
 
 @every_implementation
@@ -238,7 +248,7 @@ def test_the_reference_itself_against_plain_arithmetic():
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, 1e-40, 6e-8, 5.9e-8, 6.1e-5, 65504.0, 65519.9, 65520.0, 3.4e38]
 
 
-@pytest.mark.parametrize("implementation", [cpu, _Portable()], ids=lambda it: it.NAME)
+@pytest.mark.parametrize("implementation", list(map(_Build, cpu.runnable_builds())), ids=lambda it: it.NAME)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values_round_as_torch_does(implementation, dtype):
     """Infinities, NaN, subnormals, ties and the ends of each range; twice, for the vector loop and the tail."""
@@ -382,7 +392,7 @@ def test_without_the_interpreter_triton_does_not_run_on_the_cpu(monkeypatch, cap
 
 def test_libraries_have_a_plain_c_interface():
     """Loadable by ctypes without torch: nothing but the three functions and the C++ runtime."""
-    for stem in (cpu._PORTABLE, cpu._AVX2):
+    for stem in (cpu._PORTABLE, cpu._AVX2, cpu._AVX512):
         library = load_library(stem)
         if library is not None:
             assert all(isinstance(getattr(library, name), ctypes._CFuncPtr) for name in ("autoep_pack", "autoep_scale_unpack"))
