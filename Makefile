@@ -2,7 +2,8 @@
 #
 #   make train              train a small Mixtral on four processes (tp 2 x ep 4) and compare it with one process
 #   make test               lint and tests/unit
-#   make test-parity-full   the whole parity matrix, minutes
+#   make test-full          everything that CI runs a spread of: parity, foldings, families; an hour
+#   make test-families      every experts family of the installed transformers; writes docs/families.md
 #   make test-transformers  parity on each supported transformers release
 #   make test-gpu           the Triton kernels on a GPU
 #   make bench              time of a training step
@@ -28,7 +29,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-parity-full test-transformers test-gpu bench bench-gradients lint setup clean
+.PHONY: train test test-full test-families test-transformers test-gpu bench bench-gradients lint setup clean
 
 train: $(STAMP)
 	$(VENV)/bin/deepspeed --quiet --num_accelerators $(RANKS) examples/train.py --deepspeed_config examples/ds_config.json $(TRAIN_ARGS)
@@ -36,8 +37,11 @@ train: $(STAMP)
 test: lint
 	$(PY) -m pytest tests/unit -q
 
-test-parity-full: $(STAMP)
+test-full: $(STAMP)
 	$(PY) -m pytest tests/unit -q -m full --override-ini addopts=
+
+test-families: $(STAMP)
+	$(PY) -m tests.families.parity
 
 test-transformers: $(STAMP)
 	$(PY) -m tests.on_transformers

@@ -114,17 +114,17 @@ def bind_groups(handles) -> tuple[GroupBinding, object | None]:
     """
     binding = GroupBinding({name: getattr(_groups, name) for name in _GROUP_VARIABLES})
     _bindings.append(binding)
-    name = handles.ep_group_name
+    name, shared = handles.ep_group_name, handles.expert_shared_name
     folded = handles.spec.tp_size > 1
     mpu = _groups if folded else None
     values = {
         "_TENSOR_MODEL_PARALLEL_GROUP": handles.tp_group,
         "_MODEL_PARALLEL_GROUP": handles.tp_group,
         "_DATA_PARALLEL_GROUP": handles.dense_dp_group,
-        "_EXPERT_PARALLEL_GROUP": {name: handles.ep_group},
-        "_EXPERT_PARALLEL_GROUP_RANKS": {name: list(handles.ep_ranks)},
-        "_EXPERT_DATA_PARALLEL_GROUP": {name: handles.edp_group},
-        "_EXPERT_DATA_PARALLEL_GROUP_RANKS": {name: list(handles.edp_ranks)},
+        "_EXPERT_PARALLEL_GROUP": {name: handles.ep_group, shared: handles.ep_group},
+        "_EXPERT_PARALLEL_GROUP_RANKS": {name: list(handles.ep_ranks), shared: list(handles.ep_ranks)},
+        "_EXPERT_DATA_PARALLEL_GROUP": {name: handles.edp_group, shared: handles.expert_shared_group},
+        "_EXPERT_DATA_PARALLEL_GROUP_RANKS": {name: list(handles.edp_ranks), shared: list(handles.expert_shared_ranks)},
         "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": None,
         "_MPU_TENSOR_MODEL_PARALLEL_RANK": None,
         "mesh_device": None,

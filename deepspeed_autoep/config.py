@@ -231,11 +231,6 @@ def parse_folding_config(config: dict) -> FoldingConfig | None:
     if not expert.enabled:
         return None
     tp_size = _parse_tensor_block(_block(config, TENSOR_BLOCK))
-    if expert.expert_tensor_parallel_size > 1:
-        raise UnsupportedError(
-            f"{EXPERT_BLOCK}.expert_tensor_parallel_size={expert.expert_tensor_parallel_size} is not supported yet: "
-            "legal is 1; spread the experts over more ranks with autoep_size instead"
-        )
     return FoldingConfig(
         expert=expert,
         tp_size=tp_size,

@@ -6,6 +6,7 @@ Experts are left out (they are cut by expert parallelism). A user's own ``partit
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,6 +17,7 @@ from deepspeed_autoep.errors import ModelError
 # HF style -> how AutoTP cuts the module. "replicated" and "partial" modules stay whole.
 _COLUMN, _COLUMN_GATHER, _PACKED_COLUMN = "column", "column_gather", "packed_column"
 _ROW, _ROW_SPLIT, _REPLICATED, _PARTIAL = "row", "row_split_input", "replicated", "partial"
+_LATENT, _SUMMED_BLOCK, _LOCAL = "latent", "summed_block", "local"
 STYLES: dict[str, str] = {
     "colwise": _COLUMN,
     "colwise_rep": _COLUMN_GATHER,  # the name before transformers 5.0
@@ -23,21 +25,38 @@ STYLES: dict[str, str] = {
     "packed_colwise": _PACKED_COLUMN,
     "rowwise": _ROW,
     "rowwise_split_input": _ROW_SPLIT,
+    "rowwise_rep": _ROW_SPLIT,
     "replicate": _REPLICATED,
     # AutoTP keeps embeddings whole unless the head is vocabulary-parallel, which is not supported here.
     "embedding_rowwise": _REPLICATED,
+    "embedding_colwise": _REPLICATED,
     "replicated_with_grad_allreduce": _PARTIAL,
+    # Whole, but the rotary end of its output goes to each lane's heads without another projection between.
+    "mla_kv_a_proj": _LATENT,
+    # A block whose lanes' outputs are summed: kept whole, with all that is in it.
+    "all_reduce": _SUMMED_BLOCK,
+    # transformers runs such a module on local parameters; parameters are local here anyway.
+    "local_params": _LOCAL,
 }
+_WHOLE = (_REPLICATED, _PARTIAL, _LATENT, _SUMMED_BLOCK, _LOCAL)
 _DEFAULT_HEAD_PATTERNS = ("lm_head", "embed_out")
 _ATTENTION_PROJECTIONS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 
 
 @dataclass
 class PartitionPlan:
-    """What AutoTP is told, and which parameters have a partial gradient on each lane."""
+    """What AutoTP is told, and what it cannot be told.
+
+    ``partial_patterns``: regular expressions over the names of parameters whose gradient is partial on each lane.
+    ``cut_parameters``: names of parameters outside of linear layers that are cut along dimension 0 (attention sinks).
+    ``rotary_outputs``: name of a latent projection -> how many of its last outputs go to the lane's heads directly.
+    """
 
     layer_specs: list[dict] = field(default_factory=list)
-    partial_patterns: list[str] = field(default_factory=list)  # regular expressions over parameter names
+    partial_patterns: list[str] = field(default_factory=list)
+    cut_parameters: list[str] = field(default_factory=list)
+    rotary_outputs: dict[str, int] = field(default_factory=dict)
+    derived: bool = False  # from the model's tp_plan, not given by the user
     head_patterns: list[str] = field(default_factory=lambda: list(_DEFAULT_HEAD_PATTERNS))
 
     def as_partition_config(self) -> dict:
@@ -92,7 +111,7 @@ def _check_sizes(name: str, module: nn.Module, cut: str, config, tp_size: int) -
 
 def _layer_spec(pattern: str, cut: str) -> dict:
     spec: dict = {"patterns": [plan_regex(pattern, r"\.weight")]}
-    if cut in (_REPLICATED, _PARTIAL):
+    if cut in _WHOLE:
         return spec | {"partition_type": "skip"}
     if cut in (_ROW, _ROW_SPLIT):
         return spec | {"partition_type": "row"}
@@ -114,35 +133,118 @@ def plan_from_model(model: nn.Module, expert_names: list[str], tp_size: int) -> 
         )
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     modules = dict(model.named_modules())
-    plan = PartitionPlan()
+    plan = PartitionPlan(derived=True)
+    found: dict[str, tuple[str, list[str]]] = {}  # pattern -> how its modules are cut, and their names
+    whole_blocks = [pattern for pattern, style in tp_plan.items() if STYLES.get(style.lower()) == _SUMMED_BLOCK]
     for pattern, style in tp_plan.items():
-        if _is_of_experts(pattern, model, expert_names):
+        if _is_of_experts(pattern, model, expert_names) or any(pattern.startswith(f"{block}.") for block in whole_blocks):
             continue
         matched = [name for name in modules if re.match(plan_regex(pattern), name)]
         if not matched:
-            _refuse_bare_parameter(model, pattern, style)
+            plan.cut_parameters += _bare_parameters(model, pattern, style, tp_size)
             continue
         cut = _check_style(style.lower(), f"module {matched[0]!r} (pattern {pattern!r})")
-        if cut not in (_REPLICATED, _PARTIAL):
-            for name in matched:
+        found[pattern] = cut, matched
+
+    whole = _kept_whole(model, {name: cut for cut, matched in found.values() for name in matched})
+    if whole:
+        plan.layer_specs.append({"patterns": [rf"{re.escape(name)}\.weight$" for name in sorted(whole)], "partition_type": "skip"})
+    for pattern, (cut, matched) in found.items():
+        used = [name for name in matched if name not in whole]
+        if cut not in _WHOLE:
+            for name in used:
                 _check_sizes(name, modules[name], cut, config, tp_size)
+        if cut == _LATENT:
+            plan.rotary_outputs |= {name: _rotary_size(name, modules, config) for name in used}
         if cut == _PARTIAL:
-            plan.partial_patterns.append(plan_regex(pattern, r"\.[^.]+"))
+            plan.partial_patterns += [rf"{re.escape(name)}\.[^.]+$" for name in used]
         if cut == _ROW_SPLIT:
             # AutoTP splits a replicated input for its output heads only; these modules take the same way.
             plan.head_patterns.append(pattern.rsplit(".", 1)[-1])
         plan.layer_specs.append(_layer_spec(pattern, cut))
+    columns = {name for cut, matched in found.values() if cut == _COLUMN for name in matched} - whole
+    plan.partial_patterns += _forgotten_head_norms(modules, tp_plan, columns)
     return plan
 
 
-def _refuse_bare_parameter(model: nn.Module, pattern: str, style: str) -> None:
-    """AutoTP cuts modules only: a parameter of a sharded module that the plan cuts by itself cannot be left whole."""
-    for name, _ in model.named_parameters():
-        if re.match(plan_regex(pattern), name) and STYLES.get(style.lower()) not in (_REPLICATED, _PARTIAL):
+def _kept_whole(model: nn.Module, cuts: dict[str, str]) -> set[str]:
+    """Modules that the plan cuts and that must stay whole on every lane, which is exact and costs memory.
+
+    A block is the smallest module around a layer that holds another linear layer: attention, an MLP. Row-parallel layers
+    read the lanes' outputs of its column-parallel ones: a block without any is left whole by the plan, whose pattern
+    means a block of another kind (full attention, not linear attention). A block that shares its weights with another
+    (an encoder's with a decoder's) would be cut twice.
+    """
+    modules = dict(model.named_modules())
+    linears: Counter[str] = Counter()  # under each module
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            parts = name.split(".")
+            linears.update(".".join(parts[:length]) for length in range(len(parts)))
+    uses = Counter(id(value) for module in modules.values() for value in module._parameters.values() if value is not None)
+
+    blocks: dict[str, list[str]] = {}
+    for name, cut in cuts.items():
+        if cut in (_COLUMN, _PACKED_COLUMN, _ROW, _PARTIAL):
+            block = name.rpartition(".")[0]
+            while block and linears[block] < 2:
+                block = block.rpartition(".")[0]
+            blocks.setdefault(block, []).append(name)
+    whole: set[str] = set()
+    for names in blocks.values():
+        if any(uses[id(value)] > 1 for name in names for value in modules[name].parameters()):
+            whole.update(names)
+        elif not any(cuts[name] in (_COLUMN, _PACKED_COLUMN) for name in names):
+            whole.update(name for name in names if cuts[name] == _ROW and isinstance(modules[name], nn.Linear))
+    return whole
+
+
+def _bare_parameters(model: nn.Module, pattern: str, style: str, tp_size: int) -> list[str]:
+    """Parameters that the plan cuts by themselves: AutoTP cuts modules only. One value a head can be cut here."""
+    cut = []
+    for name, parameter in model.named_parameters():
+        if not re.match(plan_regex(pattern), name) or STYLES.get(style.lower()) in _WHOLE:
+            continue
+        if STYLES.get(style.lower()) != _COLUMN or parameter.dim() != 1:
             raise ModelError(
-                f"parameter {name!r} is cut by itself (style {style!r}) in the model's tp_plan, which is not supported: only "
-                "modules are. Give tensor_parallel.partition_config for this model"
+                f"parameter {name!r} of shape {list(parameter.shape)} is cut by itself (style {style!r}) in the model's tp_plan, "
+                "which is supported for vectors in the style 'colwise' only. Give tensor_parallel.partition_config for this model"
             )
+        _check_divisible(name, "the size", parameter.shape[0], tp_size)
+        cut.append(name)
+    return cut
+
+
+# Norms of single heads, by the projection whose heads they normalise.
+_HEAD_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "query_layernorm": "q_proj", "key_layernorm": "k_proj"}
+
+
+def _forgotten_head_norms(modules: dict[str, nn.Module], tp_plan: dict[str, str], columns: set[str]) -> list[str]:
+    """Parameters of norms with one head's size behind a column-parallel projection that the plan does not mention: each lane
+    normalises its own heads, so their gradient is partial. Some plans forget it (Qwen3-VL-MoE, GLM-4-MoE with qk norm)."""
+    found = []
+    for name, module in modules.items():
+        block, _, last = name.rpartition(".")
+        projection = f"{block}.{_HEAD_NORMS.get(last)}"
+        if last not in _HEAD_NORMS or any(re.match(plan_regex(pattern), name) for pattern in tp_plan):
+            continue
+        weight = getattr(module, "weight", None)
+        if projection in columns and weight is not None and weight.numel() < modules[projection].weight.shape[0]:
+            found += [rf"{re.escape(name)}\.[^.]+$"]
+    return found
+
+
+def _rotary_size(name: str, modules: dict[str, nn.Module], config) -> int:
+    """Last outputs of a latent projection (kv_a_proj_with_mqa) that are rotary keys, shared by all heads."""
+    owner = modules[name.rsplit(".", 1)[0]]
+    for holder in (owner, getattr(owner, "config", None), config):
+        size = getattr(holder, "qk_rope_head_dim", None)
+        if isinstance(size, int):
+            return size
+    raise ModelError(
+        f"{name!r} has the style 'mla_kv_a_proj' in the model's tp_plan, and neither its module nor the configuration has "
+        "qk_rope_head_dim. Give tensor_parallel.partition_config for this model"
+    )
 
 
 def _is_of_experts(pattern: str, model: nn.Module, expert_names: list[str]) -> bool:

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from deepspeed_autoep.compat import TensorParallel_Layer
 from deepspeed_autoep.engine.engine import AutoEPEngine
 from deepspeed_autoep.errors import ModelError
-from deepspeed_autoep.folding.groups import all_gather_single
+from deepspeed_autoep.folding.groups import FoldingGroupHandles, all_gather_single
+from deepspeed_autoep.moe.cutting import join_etp_parts
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
+from deepspeed_autoep.moe.weight_layout import ExpertTensor
 
 
 @torch.no_grad()
@@ -40,19 +42,28 @@ def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, Callable[[], 
     found: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
     for module in engine.module.modules():
         if isinstance(module, AutoEPMoELayer):
-            group = engine.autoep.handles.ep_group
-            for parameter in module.parameters(recurse=False):
-                found[parameter] = partial(_gather_experts, parameter, group)
+            for tensor in module.autoep.layout.tensors:
+                parameter = getattr(module, tensor.name)
+                found[parameter] = partial(_gather_experts, parameter, tensor, engine.autoep.handles)
         elif isinstance(module, TensorParallel_Layer):
             for parameter in module.parameters(recurse=False):
                 found[parameter] = partial(_gather_tp, module, parameter)
+    for name in engine.autoep.plan.cut_parameters:
+        parameter = engine.module.get_parameter(name)
+        found[parameter] = partial(_gather, parameter.detach(), engine.autoep.handles.tp_group)
     return found
 
 
-def _gather_experts(local: torch.nn.Parameter, group) -> torch.Tensor:
-    """[E / ep, ...] -> [E, ...]."""
+def _gather_experts(local: torch.nn.Parameter, tensor: ExpertTensor, handles: FoldingGroupHandles) -> torch.Tensor:
+    """[E / ep, ..., 1/etp of I, ...] -> [E, ..., I, ...]."""
+    whole = join_etp_parts(_gather(local.detach(), handles.etp_group).chunk(handles.spec.etp_size), tensor)
+    return _gather(whole, handles.ep_group)
+
+
+def _gather(local: torch.Tensor, group) -> torch.Tensor:
+    """The group's tensors, joined along dimension 0."""
     full = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
-    all_gather_single(full, local.detach().contiguous(), group=group)
+    all_gather_single(full, local.contiguous(), group=group)
     return full
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed_autoep.compat import GatherFromTensorParallelRegion, LinearLayer
 
 
-class _EnterTensorParallelRegion(torch.autograd.Function):
+class EnterTensorParallelRegion(torch.autograd.Function):
     """Identity; backward: sum over the lanes."""
 
     @staticmethod
@@ -42,7 +42,7 @@ class _Entrance:
         recorded = torch.is_grad_enabled()
         if self._source is None or self._source() is not x or self._recorded != recorded:
             self._source, self._recorded = weakref.ref(x), recorded
-            self._entered = _EnterTensorParallelRegion.apply(x, self.group)
+            self._entered = EnterTensorParallelRegion.apply(x, self.group)
         return self._entered
 
     def clear(self) -> None:

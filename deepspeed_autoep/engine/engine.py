@@ -6,6 +6,7 @@ partial gradients (after), split parameter groups and swap the optimizer's class
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed_autoep import compat
 from deepspeed_autoep.config import FoldingConfig, check_optimizer
 from deepspeed_autoep.engine.column_inputs import share_column_inputs
+from deepspeed_autoep.engine.dense_extras import apply_dense_extras, whole_sizes
 from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of, without_trial_step
 from deepspeed_autoep.engine.param_groups import (
     ORIGIN_KEY,
@@ -29,6 +31,7 @@ from deepspeed_autoep.engine.replicas import first_uneven_parameter
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer, fold_zero_optimizer
 from deepspeed_autoep.errors import ConfigError, UnsupportedError
 from deepspeed_autoep.folding.families import (
+    FAMILY_RULES,
     clear_autoep_folding_gradient_corrected,
     is_autoep_folding_gradient_corrected,
     mark_tp_partial_parameter,
@@ -88,10 +91,12 @@ class AutoEPEngine(DeepSpeedEngine):
         return compat.ReplacementSourceMap()
 
     def _configure_tensor_parallel(self, model, tp_config):
-        sources = super()._configure_tensor_parallel(model, tp_config)
+        with whole_sizes(model) if self.autoep.plan.derived else contextlib.nullcontext():
+            sources = super()._configure_tensor_parallel(model, tp_config)
         # DeepSpeed's own sample check raises on the ranks of one TP group only and leaves the others waiting.
         self.first_dataloader_check.remove()
         share_column_inputs(model, self.autoep.handles.tp_group)
+        apply_dense_extras(model, self.autoep.plan, self.autoep.handles)
         for name, parameter in model.named_parameters():
             if self.autoep.plan.is_partial(name):
                 mark_tp_partial_parameter(parameter)
@@ -110,16 +115,16 @@ class AutoEPEngine(DeepSpeedEngine):
         self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())
 
     def _configure_optimizer(self, client_optimizer, model_parameters):
-        name = self.autoep.handles.ep_group_name
+        names = self.autoep.handles.expert_group_names()
         if isinstance(client_optimizer, torch.optim.Optimizer):
             check_optimizer(type(client_optimizer).__name__)
             groups = len(client_optimizer.param_groups)
-            origins = split_optimizer(client_optimizer, self.autoep_families, name)
+            origins = split_optimizer(client_optimizer, self.autoep_families, names)
             split_scheduler(self.client_lr_scheduler, origins)
             self._note_groups(client_optimizer.param_groups)
         else:
             own_groups = as_groups(model_parameters)
-            groups, model_parameters = len(own_groups), split_groups(own_groups, self.autoep_families, name)
+            groups, model_parameters = len(own_groups), split_groups(own_groups, self.autoep_families, names)
             self._note_groups(model_parameters)
         super()._configure_optimizer(client_optimizer, model_parameters)
         check_optimizer(type(self.basic_optimizer).__name__)
@@ -273,8 +278,9 @@ class AutoEPEngine(DeepSpeedEngine):
                 parameter.grad = torch.zeros_like(parameter)
             elif not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
-        for expert, group in ((False, handles.dense_dp_group), (True, handles.edp_group)):
-            members = [p for p in parameters if self.autoep_families[p].family.is_expert == expert]
+        for rule in dict.fromkeys(rule.data_group for rule in FAMILY_RULES.values()):
+            members = [p for p in parameters if FAMILY_RULES[self.autoep_families[p].family].data_group == rule]
+            group = handles.data_group(rule)
             for dtype in sorted({p.grad.dtype for p in members}, key=str):
                 bucket = [p.grad for p in members if p.grad.dtype == dtype]
                 if dist.get_world_size(group) == 1 and self.gradient_average:

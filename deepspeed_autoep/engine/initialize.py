@@ -29,7 +29,7 @@ from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_rand
 from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, create_folding_groups, validate_folding_agreement
 from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
-from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_counts, find_experts
+from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_sizes, find_experts
 from deepspeed_autoep.ops import requested_ops
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
 
@@ -222,7 +222,7 @@ def _decide(
     if on_meta is not None:
         raise UnsupportedError(f"parameter {on_meta!r} is on the meta device: materialise the model before initialize")
     sites = find_experts(model)
-    check_expert_counts(sites, spec.ep_size)
+    check_expert_sizes(sites, spec.ep_size, spec.etp_size)
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)

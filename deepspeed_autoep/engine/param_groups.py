@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from deepspeed_autoep.errors import ModelError
-from deepspeed_autoep.folding.families import GradientFamily
+from deepspeed_autoep.folding.families import FAMILY_RULES, GradientFamily
 from deepspeed_autoep.gradients.slices import ParameterInfo
 
 Families = Mapping[torch.nn.Parameter, ParameterInfo]
@@ -20,8 +20,9 @@ ORIGIN_KEY = "autoep_origin"  # index of the user's group that a split group cam
 
 
 def _kind(family: GradientFamily) -> str:
+    """Of two parameters of one kind the gradients go the same way: "edp" and "expert_shared" are a rule's data groups."""
     if family.is_expert:
-        return "expert"
+        return FAMILY_RULES[family].data_group
     return "replicated" if family.meets_tp_peers else "tp_sharded"
 
 
@@ -40,8 +41,10 @@ def _as_list(params) -> list:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def split_groups(groups: list[dict], families: Families, expert_group_name: str) -> list[dict]:
-    """Split every group into at most three: TP shards, replicated, experts (marked as DeepSpeed's MoE groups).
+def split_groups(groups: list[dict], families: Families, expert_group_names: Mapping[str, str]) -> list[dict]:
+    """Split every group: TP shards, replicated, and experts by what they are reduced over (marked as DeepSpeed's MoE groups).
+
+    ``expert_group_names``: DeepSpeed's name of each group of ranks that an expert's gradient is reduced over.
 
     Frozen parameters leave the groups (they have no gradient rule); a group without trainable parameters goes.
     Raises :class:`ModelError` for parameters that the model does not have: they would train in vain.
@@ -49,7 +52,7 @@ def split_groups(groups: list[dict], families: Families, expert_group_name: str)
     result: list[dict] = []
     for origin, group in enumerate(groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        split: dict[str, list] = {"tp_sharded": [], "replicated": [], "expert": []}
+        split: dict[str, list] = {kind: [] for kind in ("tp_sharded", "replicated", *expert_group_names)}
         names: dict[str, list] = {kind: [] for kind in split}
         for position, item in enumerate(group["params"]):
             parameter = item[1] if isinstance(item, tuple) else item
@@ -68,15 +71,15 @@ def split_groups(groups: list[dict], families: Families, expert_group_name: str)
                 made = {**options, "params": parameters, ORIGIN_KEY: origin}
                 if names[kind]:
                     made["param_names"] = names[kind]
-                if kind == "expert":
-                    made |= {"moe": True, "name": expert_group_name}
+                if kind in expert_group_names:
+                    made |= {"moe": True, "name": expert_group_names[kind]}
                 else:
                     made["name"] = f"{options.get('name', f'group{origin}')}-{kind}"
                 result.append(made)
     return result
 
 
-def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert_group_name: str) -> list[int]:
+def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert_group_names: Mapping[str, str]) -> list[int]:
     """Split the groups of a client's optimizer in place. Its tensors are the model's own: experts are cut in place.
 
     Returns, for each new group, the position of the group that it came from.
@@ -86,7 +89,7 @@ def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert
             "the client optimizer has state already (from steps that it took): its shapes are the whole model's. Pass a fresh "
             "optimizer, or declare it in the DeepSpeed configuration"
         )
-    optimizer.param_groups[:] = split_groups(optimizer.param_groups, families, expert_group_name)
+    optimizer.param_groups[:] = split_groups(optimizer.param_groups, families, expert_group_names)
     return [group[ORIGIN_KEY] for group in optimizer.param_groups]
 
 

@@ -47,11 +47,12 @@ class NoncontiguousReduction:
         )
 
     def _autoep_by_group(self, grads, places):
-        """Split a bucket by the process group of each parameter group: dense first, on every rank."""
+        """Split a bucket by the process group of each parameter group: dense first, then experts by name, on every rank."""
         kinds = {}
         for grad, place in zip(grads, places, strict=True):
-            kinds.setdefault(self.is_moe_param_group[place[0]] if self.has_moe_layers else False, []).append((grad, place))
-        return [(self.real_dp_process_group[kinds[kind][0][1][0]], kinds[kind]) for kind in sorted(kinds)]
+            expert = self.has_moe_layers and self.is_moe_param_group[place[0]]
+            kinds.setdefault(self.optimizer.param_groups[place[0]]["name"] if expert else "", []).append((grad, place))
+        return [(self.real_dp_process_group[members[0][1][0]], members) for _, members in sorted(kinds.items(), key=lambda it: it[0])]
 
 
 def _by_dtype(tensors):

@@ -19,6 +19,8 @@ from deepspeed_autoep.folding.families import (
     mark_autoep_folding_partial_router_parameter,
     mark_autoep_folding_router_parameter,
     mark_autoep_folding_sp_sharded_layernorm_parameter,
+    mark_expert_common_parameter,
+    mark_expert_shared_over_etp,
     mark_tp_partial_parameter,
     resolve_family,
 )

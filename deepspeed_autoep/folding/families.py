@@ -11,7 +11,12 @@ REPLICATED          average                     sum over DP, / dp       dp * tp
 PARTIAL             sum                         sum over DP, / dp       dp * tp
 EXPERT              times 1/tp, no collective   sum over EDP, / dp      edp
 EXPERT_SHARED_ETP   times 1/tp, no collective   sum over EDP x ETP, /dp edp * etp
+EXPERT_COMMON       average                     sum over DP, / dp       dp * tp
 ==================  ==========================  ======================  =====================
+
+EXPERT_COMMON is a parameter that all experts share (a norm on their output): every rank has the gradient of the rows that
+its experts computed, ``tp`` times too large as an expert's, so what remains is a sum over the stage, / tp / dp. Its rule
+reads as REPLICATED's, but lanes differ before it.
 
 With ``tp = 1`` every TP step is the identity. Nothing else in the package decides what happens to a gradient.
 """
@@ -36,10 +41,11 @@ AUTOEP_FOLDING_GRAD_REDUCE_SUM = "sum"
 AUTOEP_FOLDING_GRAD_REDUCE_AVERAGE = "average"
 AUTOEP_FOLDING_GRAD_REDUCE_EXPERT_TP_CANCEL = "expert_tp_cancel"
 
-# Ours: a replicated weight that works on one lane's shard only (q_norm/k_norm on sharded heads), and an expert
-# parameter that every ETP peer holds whole.
+# Ours: a replicated weight that works on one lane's shard only (q_norm/k_norm on sharded heads), an expert parameter
+# that every ETP peer holds whole, and a parameter that all experts share.
 TP_PARTIAL_PARAM = "tp_partial"
 EXPERT_SHARED_ETP_PARAM = "expert_shared_etp"
+EXPERT_COMMON_PARAM = "expert_common"
 
 
 class GradientFamily(Enum):
@@ -48,6 +54,7 @@ class GradientFamily(Enum):
     PARTIAL = "partial"
     EXPERT = "expert"
     EXPERT_SHARED_ETP = "expert_shared_etp"
+    EXPERT_COMMON = "expert_common"
 
     @property
     def is_expert(self) -> bool:
@@ -84,6 +91,9 @@ FAMILY_RULES: dict[GradientFamily, FamilyRule] = {
     GradientFamily.EXPERT_SHARED_ETP: FamilyRule(
         AUTOEP_FOLDING_GRAD_REDUCE_EXPERT_TP_CANCEL, "expert_shared", lambda s: s.edp_size * s.etp_size
     ),
+    GradientFamily.EXPERT_COMMON: FamilyRule(
+        AUTOEP_FOLDING_GRAD_REDUCE_AVERAGE, "dense_dp", lambda s: s.dp_size * s.tp_size
+    ),
 }
 
 
@@ -107,7 +117,19 @@ def mark_tp_partial_parameter(param) -> None:
     setattr(param, AUTOEP_FOLDING_PARAM_FAMILY_ATTR, TP_PARTIAL_PARAM)
 
 
+def mark_expert_shared_over_etp(param) -> None:
+    """Mark an expert's parameter that every ETP peer holds whole: EXPERT_SHARED_ETP."""
+    setattr(param, AUTOEP_FOLDING_PARAM_FAMILY_ATTR, EXPERT_SHARED_ETP_PARAM)
+
+
+def mark_expert_common_parameter(param) -> None:
+    """Mark a parameter that all experts share: EXPERT_COMMON."""
+    setattr(param, AUTOEP_FOLDING_PARAM_FAMILY_ATTR, EXPERT_COMMON_PARAM)
+
+
 def _family_of_mark(mark: str, mp_mode: str) -> GradientFamily | None:
+    if mark == EXPERT_COMMON_PARAM:
+        return GradientFamily.EXPERT_COMMON
     if mark == TP_PARTIAL_PARAM:
         return GradientFamily.PARTIAL
     if mark == AUTOEP_FOLDING_ROUTER_GATE_REPLICATED_PARAM:

@@ -55,6 +55,24 @@ class FoldingGroupHandles:
         """This rank's position in its EP group: which block of experts it owns."""
         return dist.get_group_rank(self.ep_group, dist.get_rank())
 
+    @property
+    def etp_rank(self) -> int:
+        """This rank's position in its ETP group: which part of its experts it owns."""
+        return dist.get_group_rank(self.etp_group, dist.get_rank())
+
+    @property
+    def expert_shared_name(self) -> str:
+        """As ``ep_group_name``, for what every ETP peer holds whole: reduced over EDP x ETP."""
+        return f"{self.ep_group_name}_shared_over_etp"
+
+    def expert_group_names(self) -> dict[str, str]:
+        """Kind of data group -> the name under which DeepSpeed knows it."""
+        return {"edp": self.ep_group_name, "expert_shared": self.expert_shared_name}
+
+    def data_group(self, kind: str):
+        """The process group of a family rule's ``data_group``: what a gradient is summed over after the TP rule."""
+        return {"dense_dp": self.dense_dp_group, "edp": self.edp_group, "expert_shared": self.expert_shared_group}[kind]
+
 
 # The default group itself is in the key: holding it keeps its identity from being reused after a re-init.
 _HANDLES: dict[tuple[ParallelFoldingSpec, object], FoldingGroupHandles] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed_autoep.errors import ModelError
-from deepspeed_autoep.moe.weight_layout import INTERFACE_FLAGS, ExpertLayout, describe_layout
+from deepspeed_autoep.moe.weight_layout import INTERFACE_FLAGS, POST_EXPERT_NORM, ExpertLayout, describe_layout
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,17 @@ def _lookalikes(model: nn.Module) -> Iterator[str]:
 
 def _describe(name: str, module: nn.Module) -> ExpertLayout:
     where = f"experts module {name!r} ({type(module).__name__})"
-    if getattr(module, "has_post_expert_norm", False):
-        raise ModelError(f"{where} applies a norm after each expert (has_post_expert_norm=True): not supported yet")
-    nested = sorted(child for child, _ in module.named_parameters() if "." in child)
+    has_norm = bool(getattr(module, "has_post_expert_norm", False))
+    if has_norm and not isinstance(getattr(module, POST_EXPERT_NORM, None), nn.Module):
+        raise ModelError(f"{where} has has_post_expert_norm=True and no module {POST_EXPERT_NORM!r}")
+    known = f"{POST_EXPERT_NORM}." if has_norm else None
+    nested = sorted(child for child, _ in module.named_parameters() if "." in child and not (known and child.startswith(known)))
     if nested:
         raise ModelError(f"{where} has an unknown shape: it keeps parameters in submodules: {nested}")
     try:
         layout = describe_layout(
             **{flag: getattr(module, flag) for flag in INTERFACE_FLAGS},
+            has_post_expert_norm=has_norm,
             shapes={key: tuple(value.shape) for key, value in module.named_parameters(recurse=False)},
         )
     except ValueError as error:
@@ -78,13 +81,19 @@ def find_experts(model: nn.Module) -> list[ExpertsSite]:
     return sites
 
 
-def check_expert_counts(sites: list[ExpertsSite], ep_size: int) -> None:
-    """Every module's experts must split evenly over EP. Raises :class:`ModelError` with the legal sizes."""
+def check_expert_sizes(sites: list[ExpertsSite], ep_size: int, etp_size: int = 1) -> None:
+    """Every module's experts must split evenly over EP, and each expert's intermediate size over ETP.
+
+    Raises :class:`ModelError` with the numbers and the legal sizes.
+    """
     for site in sites:
-        experts = site.layout.num_experts
-        if experts % ep_size:
-            legal = [size for size in range(1, experts + 1) if experts % size == 0]
-            raise ModelError(
-                f"expert_parallel.autoep_size={ep_size} must divide the number of experts: {site.name!r} has {experts}. "
-                f"Legal values: {legal}"
-            )
+        for key, size, total, what in (
+            ("autoep_size", ep_size, site.layout.num_experts, "number of experts"),
+            ("expert_tensor_parallel_size", etp_size, site.layout.intermediate_size, "intermediate size of an expert"),
+        ):
+            if total % size:
+                legal = [candidate for candidate in range(1, total + 1) if total % candidate == 0]
+                raise ModelError(
+                    f"expert_parallel.{key}={size} must divide the {what}: {site.name!r} has {total}, and "
+                    f"{total} / {size} is not whole. Legal values: {legal}"
+                )

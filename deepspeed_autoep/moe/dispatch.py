@@ -1,8 +1,9 @@
 """Token-partitioned dispatch: every token is sent once, whatever tp is (DESIGN section 5).
 
 A TP group's lanes hold the same ``T`` tokens. Lane ``l`` takes rows ``[min(l*c, T), min((l+1)*c, T))`` with
-``c = ceil(T / tp)``, sends its ``T_l * K`` rows to their experts over EP, combines what comes back to ``[T_l, H]``, and
-the lanes gather ``[T, H]``.
+``c = ceil(T / tp)``, sends its ``T_l * K`` rows to their experts over EP, shares what it received with its ETP peers (who
+hold the other parts of the same experts), sums their partial outputs, sends them back, combines them to ``[T_l, H]``,
+and the lanes gather ``[T, H]``. Slicing uses tp only, sharing uses etp only.
 
 Gradient convention, "sum of lane losses": the final gather's backward is ``tp *`` own slice; the slice's backward is
 all-gather / tp, for hidden states *and* for top-k weights. What flows upstream is exact and identical on every lane;
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from deepspeed_autoep.folding.groups import all_gather_single
+from deepspeed_autoep.moe.expert_peers import GatherPeerRows, PeerRows, SumPeerRows, gather_counts, own_last
 from deepspeed_autoep.moe.experts import RowCounts
 from deepspeed_autoep.moe.native import sort_by_expert
 
@@ -188,38 +190,47 @@ class ExchangePlan:
     """How one lane's rows travel, and the order that sorts received rows by local expert."""
 
     route: Route
-    order: torch.Tensor | None  # received rows -> sorted by local expert; None: they arrive sorted (ep = 1)
+    peer_rows: PeerRows
+    order: torch.Tensor | None  # all rows here -> sorted by local expert; None: they arrive sorted (ep = etp = 1)
     inverse: torch.Tensor | None
     counts: RowCounts
+    own_experts: torch.Tensor  # [own rows] local expert of each row that this rank received, in order of arrival
 
 
 @torch.no_grad()
-def plan_exchange(counts: torch.Tensor, group) -> ExchangePlan:
-    """``counts`` [E] int64: rows this lane has for each expert. One small all-to-all and one host sync."""
-    ep_size, me = dist.get_world_size(group), dist.get_rank(group)
+def plan_exchange(counts: torch.Tensor, ep_group, etp_group) -> ExchangePlan:
+    """``counts`` [E] int64: rows this lane has for each expert. One small collective over EP and over ETP, one host sync."""
+    ep_size, me, etp_size = dist.get_world_size(ep_group), dist.get_rank(ep_group), dist.get_world_size(etp_group)
     experts = counts.shape[0] // ep_size
     theirs = torch.empty_like(counts)
     if ep_size == 1:
         theirs.copy_(counts)
     else:
-        dist.all_to_all_single(theirs, counts, group=group)
+        dist.all_to_all_single(theirs, counts, group=ep_group)
     received = theirs.view(ep_size, experts)  # [source, local expert]
-    host = torch.cat([counts.view(ep_size, experts).sum(1), received.sum(1), received.sum(0)]).tolist()
-    send, receive, per_expert = host[:ep_size], host[ep_size : 2 * ep_size], host[2 * ep_size :]
-    rows, own = sum(receive), send[me]
+    arrival = own_last(received, me)
+    arrival[-1, 0] += received.sum() == 0  # the zero row of _exchange belongs to local expert 0
+    here = gather_counts(arrival.reshape(-1), etp_group).view(etp_size, ep_size, experts)  # own last
+
+    sums = [counts.view(ep_size, experts).sum(1), received.sum(1), here.sum((1, 2)), here.sum((0, 1))]
+    send, receive, peers, per_expert = (part.tolist() for part in torch.cat(sums).cpu().split([ep_size, ep_size, etp_size, experts]))
+    own = send[me]
     send[me] = receive[me] = 0
 
+    expert_ids = torch.arange(experts, device=counts.device).repeat(etp_size * ep_size)
+    row_experts = expert_ids.repeat_interleave(here.reshape(-1), output_size=sum(peers))
     order = inverse = None
-    if rows == 0:
-        per_expert = [1] + per_expert[1:]  # the zero row of _exchange belongs to local expert 0
-        if ep_size > 1:
-            order = inverse = torch.zeros(1, dtype=torch.int64, device=counts.device)
-    elif ep_size > 1:
-        arrival = torch.cat([received[:me], received[me + 1 :], received[me : me + 1]]).reshape(-1)
-        expert_ids = torch.arange(experts, device=counts.device).repeat(ep_size)
-        order, inverse, _ = sort_by_expert(expert_ids.repeat_interleave(arrival, output_size=rows), experts)
+    if ep_size * etp_size > 1:
+        order, inverse, _ = sort_by_expert(row_experts, experts)
     offsets = torch.tensor(per_expert, device=counts.device).cumsum(0).to(torch.int32)
-    return ExchangePlan(Route(send, receive, own), order, inverse, RowCounts(tuple(per_expert), offsets))
+    return ExchangePlan(
+        route=Route(send, receive, own),
+        peer_rows=PeerRows(tuple(peers[:-1]), peers[-1]),
+        order=order,
+        inverse=inverse,
+        counts=RowCounts(tuple(per_expert), offsets),
+        own_experts=row_experts[sum(peers[:-1]) :],
+    )
 
 
 def departure_slots(num_experts: int, ep_size: int, ep_rank: int) -> list[int]:
@@ -236,10 +247,11 @@ def departure_slots(num_experts: int, ep_size: int, ep_rank: int) -> list[int]:
 class TokenDispatcher:
     """Dispatch, expert compute and combine of one MoE layer, on explicit groups."""
 
-    def __init__(self, *, num_experts: int, tp_group, tp_size: int, lane: int, ep_group) -> None:
+    def __init__(self, *, num_experts: int, tp_group, tp_size: int, lane: int, ep_group, etp_group) -> None:
         self.num_experts = num_experts
         self.tp_group, self.tp_size, self.lane = tp_group, tp_size, lane
-        self.ep_group = ep_group
+        self.ep_group, self.etp_group = ep_group, etp_group
+        self.etp_size = dist.get_world_size(etp_group)
         self._slots = torch.tensor(departure_slots(num_experts, dist.get_world_size(ep_group), dist.get_rank(ep_group)))
 
     def __call__(
@@ -248,8 +260,13 @@ class TokenDispatcher:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         run_experts: Callable[[torch.Tensor, RowCounts], torch.Tensor],
+        finish_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """hidden [T, H], top_k_index [T, K] int, top_k_weights [T, K] -> [T, H], identical on every lane."""
+        """hidden [T, H], top_k_index [T, K] int, top_k_weights [T, K] -> [T, H], identical on every lane.
+
+        ``run_experts``: rows sorted by local expert -> their output, or this ETP peer's part of a sum of it;
+        ``finish_rows``: whole output rows and the local expert of each -> what must be done once to a row.
+        """
         cut = lane_cut(hidden.shape[0], self.tp_size, self.lane)
         tokens, weights = hidden, top_k_weights
         if self.tp_size > 1:
@@ -259,14 +276,19 @@ class TokenDispatcher:
         if self._slots.device != index.device:
             self._slots = self._slots.to(index.device)
         order, inverse, slot_counts = sort_by_expert(self._slots[index.reshape(-1)], self.num_experts)
-        plan = plan_exchange(slot_counts[self._slots], self.ep_group)
+        plan = plan_exchange(slot_counts[self._slots], self.ep_group, self.etp_group)
         rows = _TokensToRows.apply(tokens, order, inverse, index.shape[1])
         rows = _ExchangeRows.apply(rows, plan.route, self.ep_group)
+        if self.etp_size > 1:
+            rows = GatherPeerRows.apply(rows, plan.peer_rows, self.etp_group)
         if plan.order is not None:
             rows = _Permute.apply(rows, plan.order, plan.inverse)
         rows = run_experts(rows, plan.counts)
         if plan.order is not None:
             rows = _Permute.apply(rows, plan.inverse, plan.order)
+        if self.etp_size > 1:
+            rows = SumPeerRows.apply(rows, plan.peer_rows, self.etp_group)
+        rows = finish_rows(rows, plan.own_experts)
         rows = _ExchangeRows.apply(rows, plan.route.reversed(), self.ep_group)
         combined = self._combine(rows, inverse, order, weights, hidden.dtype)
         return _GatherTokens.apply(combined, cut, self.tp_group) if self.tp_size > 1 else combined

@@ -19,13 +19,15 @@ forward with top-1 routing: for experts whose arithmetic the interface cannot sa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from deepspeed_autoep.moe.weight_layout import ExpertLayout
+from deepspeed_autoep.moe.weight_layout import POST_EXPERT_NORM, ExpertLayout
 
 _GROUPED_MM_ALIGNMENT = 16  # bytes: torch.nn.functional.grouped_mm refuses strides that are not a multiple
 
@@ -113,19 +115,46 @@ def _row_experts(counts: RowCounts, device) -> torch.Tensor:
 
 
 def run_experts(module: nn.Module, model_forward, layout: ExpertLayout, backend: str, rows, counts: RowCounts):
-    """rows [R, H], sorted by local expert -> [R, H]: up (and gate), activation, down, with biases.
+    """rows [R, H], sorted by local expert -> [R, H]: up (and gate), activation, down, without what :func:`finish_rows` does.
 
+    Under ETP the module holds a part of each expert along its intermediate size, and this is its summand of the output.
     ``model_forward`` is the module's own forward, for the ``model`` backend.
     """
-    up, down = getattr(module, layout.up_name), module.down_proj
     if backend == "model":
         experts = _row_experts(counts, rows.device)[:, None]
-        return model_forward(rows, experts, rows.new_ones(rows.shape[0], 1))
+        with _unfinished(module, layout):
+            return model_forward(rows, experts, rows.new_ones(rows.shape[0], 1))
 
+    up, down = getattr(module, layout.up_name), module.down_proj
     grouped = backend in ("auto", "grouped_mm") and _can_use_grouped_mm(rows, up, down)
-    row_experts = _row_experts(counts, rows.device) if layout.has_bias else None
     up_bias = getattr(module, f"{layout.up_name}_bias") if layout.has_bias else None
-    down_bias = module.down_proj_bias if layout.has_bias else None
+    row_experts = _row_experts(counts, rows.device) if layout.has_bias else None
     inner = _project(rows, up, up_bias, counts, row_experts, layout.is_transposed, grouped)
     inner = module._apply_gate(inner) if layout.has_gate else module.act_fn(inner)
-    return _project(inner, down, down_bias, counts, row_experts, layout.is_transposed, grouped)
+    return _project(inner, down, None, counts, None, layout.is_transposed, grouped)
+
+
+def finish_rows(module: nn.Module, layout: ExpertLayout, rows: torch.Tensor, row_experts: torch.Tensor) -> torch.Tensor:
+    """What an expert does to a whole output row, rows [R, H], ``row_experts`` [R] local experts: bias, norm. Under ETP after
+    the summands of its peers are added: a bias would count etp times, and a norm is not linear."""
+    if layout.has_bias:
+        rows = rows + module.down_proj_bias[row_experts]
+    return getattr(module, POST_EXPERT_NORM)(rows) if layout.has_post_expert_norm else rows
+
+
+@contextlib.contextmanager
+def _unfinished(module: nn.Module, layout: ExpertLayout) -> Iterator[None]:
+    """While it lasts the module's own forward leaves out what :func:`finish_rows` does."""
+    bias = module._parameters.get("down_proj_bias") if layout.has_bias else None
+    norm = module._modules.get(POST_EXPERT_NORM) if layout.has_post_expert_norm else None
+    try:
+        if bias is not None:
+            module._parameters["down_proj_bias"] = torch.zeros_like(bias)
+        if norm is not None:
+            module._modules[POST_EXPERT_NORM] = nn.Identity()
+        yield
+    finally:
+        if bias is not None:
+            module._parameters["down_proj_bias"] = bias
+        if norm is not None:
+            module._modules[POST_EXPERT_NORM] = norm

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from deepspeed_autoep.errors import ModelError
+from deepspeed_autoep.folding.families import mark_expert_common_parameter, mark_expert_shared_over_etp
 from deepspeed_autoep.folding.groups import FoldingGroupHandles
+from deepspeed_autoep.moe.cutting import cut_expert_tensor
 from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.dispatch import TokenDispatcher
-from deepspeed_autoep.moe.experts import RowCounts, run_experts
+from deepspeed_autoep.moe.experts import RowCounts, finish_rows, run_experts
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
-from deepspeed_autoep.moe.weight_layout import ExpertLayout, expert_range
+from deepspeed_autoep.moe.weight_layout import POST_EXPERT_NORM, ExpertLayout, ExpertShard
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class LayerContext:
 
     name: str
     layout: ExpertLayout  # of the whole module, before the cut
+    shard: ExpertShard  # what this rank holds of it
     handles: FoldingGroupHandles
     backend: str
     validate_routing: bool
@@ -61,16 +64,23 @@ class AutoEPMoELayer(nn.Module):
                 "Give the lanes the same samples and the same random state (router jitter, dropout).",
             )
         hidden = hidden_states.reshape(-1, shape[-1])
-        return self.autoep_dispatcher(hidden, top_k_index, top_k_weights, self._run_local_experts).reshape(shape)
+        output = self.autoep_dispatcher(hidden, top_k_index, top_k_weights, self._run_local_experts, self._finish_rows)
+        return output.reshape(shape)
 
     def _run_local_experts(self, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
         return run_experts(self, super().forward, self.autoep.layout, self.autoep.backend, rows, counts)
 
+    def _finish_rows(self, rows: torch.Tensor, row_experts: torch.Tensor) -> torch.Tensor:
+        return finish_rows(self, self.autoep.layout, rows, row_experts)
+
     def extra_repr(self) -> str:
-        spec = self.autoep.handles.spec
-        return f"experts={self.num_experts} of {self.autoep.layout.num_experts}, ep={spec.ep_size}, tp={spec.tp_size}"
+        spec, shard = self.autoep.handles.spec, self.autoep.shard
+        etp = f", 1/{spec.etp_size} of each" if spec.etp_size > 1 else ""
+        return f"experts={shard.first}..{shard.last - 1} of {self.autoep.layout.num_experts}{etp}, ep={spec.ep_size}, tp={spec.tp_size}"
 
 
+# Attributes in which experts classes keep I: their own forward may read it.
+_INTERMEDIATE_SIZES = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim")
 _CLASSES: dict[type, type] = {}
 
 
@@ -86,21 +96,32 @@ def convert_experts(site: ExpertsSite, handles: FoldingGroupHandles, *, backend:
     Marks each parameter ``allreduce = False`` and ``group_name`` (DeepSpeed's convention for experts, which drives the
     reduction over EDP, the broadcast and the ZeRO partition).
     """
-    module, spec = site.module, handles.spec
-    first, last = expert_range(site.layout.num_experts, spec.ep_size, handles.ep_rank)
-    for tensor in site.layout.tensors:
+    module, spec, layout = site.module, handles.spec, site.layout
+    shard = ExpertShard.of(layout.num_experts, spec.ep_size, handles.ep_rank, spec.etp_size, handles.etp_rank)
+    for tensor in layout.tensors:
         parameter = getattr(module, tensor.name)
-        with torch.no_grad():
-            parameter.data = parameter.data[first:last].clone()
+        if parameter.shape == torch.Size(tensor.shape):  # else cut already: two modules share it
+            with torch.no_grad():
+                parameter.data = cut_expert_tensor(parameter.data, tensor, shard)
         parameter.allreduce = False
         parameter.group_name = handles.ep_group_name
+        if tensor.intermediate_dim is None and spec.etp_size > 1:
+            mark_expert_shared_over_etp(parameter)
+            parameter.group_name = handles.expert_shared_name
+    if layout.has_post_expert_norm:
+        for parameter in getattr(module, POST_EXPERT_NORM).parameters():
+            mark_expert_common_parameter(parameter)
     module.__class__ = _layer_class(type(module))
-    module.num_experts = last - first
-    module.autoep = LayerContext(site.name, site.layout, handles, backend, validate_routing)
+    module.num_experts = shard.last - shard.first
+    for name in _INTERMEDIATE_SIZES:
+        if getattr(module, name, None) == layout.intermediate_size:
+            setattr(module, name, layout.intermediate_size // spec.etp_size)
+    module.autoep = LayerContext(site.name, layout, shard, handles, backend, validate_routing)
     module.autoep_dispatcher = TokenDispatcher(
         num_experts=site.layout.num_experts,
         tp_group=handles.tp_group,
         tp_size=spec.tp_size,
         lane=handles.tp_rank,
         ep_group=handles.ep_group,
+        etp_group=handles.etp_group,
     )

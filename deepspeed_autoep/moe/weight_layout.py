@@ -1,8 +1,12 @@
-"""How an experts module stores its weights, read from the interface's flags. Pure.
+"""How an experts module stores its weights, read from the interface's flags, and where cuts go. Pure.
 
 transformers v5 decorates each experts class with ``use_experts_implementation``, which leaves these flags on the
 module: ``has_gate`` (a gate next to the up projection), ``has_bias``, ``is_transposed`` (``[E, in, out]`` instead of
-``[E, out, in]``), ``is_concatenated`` (``[gate | up]`` instead of interleaved) and, newer, ``has_post_expert_norm``.
+``[E, out, in]``), ``is_concatenated`` (``[gate | up]`` instead of interleaved pairs) and, newer, ``has_post_expert_norm``
+(a norm with one weight for all experts, on whole output rows).
+
+One :class:`ExpertTensor` says all that cutting, joining and files need to know of a tensor: experts lie along dimension 0
+in blocks over EP; the intermediate size lies along ``intermediate_dim`` in ``halves`` runs that expert TP cuts alike.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+POST_EXPERT_NORM = "post_expert_norm"  # name of the norm's module
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,42 @@ class ExpertTensor:
     name: str
     shape: tuple[int, ...]
     intermediate_dim: int | None  # the dimension that expert TP cuts; None: whole on every ETP peer
-    gate_up: bool = False  # its intermediate dimension holds gate and up together (size 2I)
+    # Runs of intermediate_dim that each hold the whole intermediate size: 2 for [gate | up]; interleaved pairs are one run.
+    halves: int = 1
+
+    def runs(self, etp_size: int, etp_rank: int) -> tuple[tuple[int, int], ...]:
+        """Ranges ``[start, stop)`` of ``intermediate_dim`` that ETP rank ``etp_rank`` owns, in order; () where it is not cut.
+
+        Each half is cut alike (a plain cut of ``[gate | up]`` would give one rank all gates and another all ups), and
+        interleaved pairs stay together: the size of each run divides by ``etp_size`` times the pair, see
+        :func:`check_expert_sizes`.
+        """
+        if self.intermediate_dim is None:
+            return ()
+        half = self.shape[self.intermediate_dim] // self.halves
+        part = half // etp_size
+        return tuple((h * half + etp_rank * part, h * half + (etp_rank + 1) * part) for h in range(self.halves))
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """Which part of an experts module one rank holds: experts ``[first, last)``, and of each its ETP part."""
+
+    first: int
+    last: int
+    etp_size: int = 1
+    etp_rank: int = 0
+
+    @staticmethod
+    def of(num_experts: int, ep_size: int, ep_rank: int, etp_size: int = 1, etp_rank: int = 0) -> ExpertShard:
+        return ExpertShard(*expert_range(num_experts, ep_size, ep_rank), etp_size, etp_rank)
+
+    def shape(self, tensor: ExpertTensor) -> tuple[int, ...]:
+        """Of this rank's part of ``tensor``."""
+        shape = [self.last - self.first, *tensor.shape[1:]]
+        if tensor.intermediate_dim is not None:
+            shape[tensor.intermediate_dim] //= self.etp_size
+        return tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -34,6 +74,7 @@ class ExpertLayout:
     hidden_size: int
     intermediate_size: int
     tensors: tuple[ExpertTensor, ...]
+    has_post_expert_norm: bool = False
 
     @property
     def up_name(self) -> str:
@@ -53,6 +94,7 @@ def describe_layout(
     is_transposed: bool,
     is_concatenated: bool,
     shapes: dict[str, tuple[int, ...]],
+    has_post_expert_norm: bool = False,
 ) -> ExpertLayout:
     """Derive E, H and I from the shapes and check every shape against them.
 
@@ -83,6 +125,7 @@ def describe_layout(
 
     up_cut, down_cut = (2, 1) if is_transposed else (1, 2)
     cuts = {up_name: up_cut, "down_proj": down_cut, f"{up_name}_bias": 1, "down_proj_bias": None}
+    halves = 2 if has_gate and is_concatenated else 1
     return ExpertLayout(
         has_gate=has_gate,
         has_bias=has_bias,
@@ -91,8 +134,9 @@ def describe_layout(
         num_experts=experts,
         hidden_size=hidden,
         intermediate_size=intermediate,
+        has_post_expert_norm=has_post_expert_norm,
         tensors=tuple(
-            ExpertTensor(name, expected[name], cuts[name], gate_up=has_gate and name.startswith(up_name)) for name in names
+            ExpertTensor(name, expected[name], cuts[name], halves if name.startswith(up_name) else 1) for name in names
         ),
     )
 

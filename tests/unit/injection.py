@@ -43,9 +43,12 @@ def one_step(engine) -> None:
 
 def stage_gradient(value: float, family: GradientFamily, spec) -> float:
     """What each rank's backward pass must leave for the whole model's gradient to be ``value``: experts come out tp
-    times too large and are divided by dp after a sum over edp ranks; partial ones are a share on each lane."""
-    if family.is_expert:
+    times too large and are divided by dp after a sum over edp ranks (and etp ranks, where those hold the same); partial
+    ones are a share on each lane."""
+    if family is GradientFamily.EXPERT:
         return value * spec.tp_size * spec.dp_size / spec.edp_size
+    if family is GradientFamily.EXPERT_SHARED_ETP:
+        return value * spec.tp_size * spec.dp_size / (spec.edp_size * spec.etp_size)
     return value / spec.tp_size if family is GradientFamily.PARTIAL else value
 
 
@@ -57,12 +60,14 @@ def expected_of_powers(family: GradientFamily, handles) -> float:
     """Gradient 2**rank on every rank, through the table: written out from the groups' ranks."""
     spec, rank = handles.spec, dist.get_rank()
     lanes = {peer: [peer - peer % spec.tp_size + lane for lane in range(spec.tp_size)] for peer in range(spec.world_size)}
-    data = {"dense_dp": handles.dense_dp_ranks, "edp": handles.edp_ranks}[FAMILY_RULES[family].data_group]
+    ranks = {"dense_dp": handles.dense_dp_ranks, "edp": handles.edp_ranks, "expert_shared": handles.expert_shared_ranks}
+    data = ranks[FAMILY_RULES[family].data_group]
     after_tp = {
         GradientFamily.TP_SHARDED: lambda peer: 2.0**peer,
         GradientFamily.REPLICATED: lambda peer: sum(2.0**lane for lane in lanes[peer]) / spec.tp_size,
         GradientFamily.PARTIAL: lambda peer: sum(2.0**lane for lane in lanes[peer]),
         GradientFamily.EXPERT: lambda peer: 2.0**peer / spec.tp_size,
+        GradientFamily.EXPERT_SHARED_ETP: lambda peer: 2.0**peer / spec.tp_size,
     }[family]
     assert rank in data
     return sum(after_tp(peer) for peer in data) / spec.dp_size

@@ -55,9 +55,22 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "rope_interleave": True,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "olmoe": ("Olmoe", {"intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": 2}),
 }
-HAS_AUX_LOSS = ("mixtral", "qwen3_moe", "olmoe")
+HAS_AUX_LOSS = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe")
 
 
 def make_model(family: str, *, aux: bool = False, seed: int = 0, **overrides) -> torch.nn.Module:
@@ -68,7 +81,11 @@ def make_model(family: str, *, aux: bool = False, seed: int = 0, **overrides) ->
         options |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(seed)
-    return getattr(transformers, f"{name}ForCausalLM")(config).train()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    for parameter in model.parameters():
+        if parameter.device.type != "meta" and not parameter.any():  # biases start as zeros: one that is added twice would not show
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def make_batches(steps: int, samples: int, length: int, seed: int = 1) -> torch.Tensor:

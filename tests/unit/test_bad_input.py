@@ -82,7 +82,7 @@ BAD_CONFIGS = {
     "ep does not divide experts": ("expert_parallel.autoep_size", 3, "TopologyError", ["3", "4"]),
     "tp * dp != world": ("tensor_parallel.autotp_size", 3, "TopologyError", ["autotp_size=3", "[1, 2, 4]"]),
     "batch": ("train_batch_size", 7, "ConfigError", ["train_batch_size=7"]),
-    "etp": ("expert_parallel.expert_tensor_parallel_size", 2, "UnsupportedError", ["expert_tensor_parallel_size=2"]),
+    "etp": ("expert_parallel.expert_tensor_parallel_size", 3, "TopologyError", ["expert_tensor_parallel_size", "3", "[1, 2, 4]"]),
     "ZeRO-3": ("zero_optimization.stage", 3, "UnsupportedError", ["zero_optimization.stage=3", "0, 1 or 2"]),
     "offload": (
         "zero_optimization.offload_optimizer",

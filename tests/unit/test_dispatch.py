@@ -9,16 +9,25 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from deepspeed_autoep.folding import build_folding_spec, create_folding_groups
-from deepspeed_autoep.moe import dispatch
+from deepspeed_autoep.moe import dispatch, expert_peers
+from deepspeed_autoep.moe.cutting import cut_expert_tensor
 from deepspeed_autoep.moe.discovery import ExpertsSite, find_experts
 from deepspeed_autoep.moe.dispatch import departure_slots, lane_cut
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.moe.native import is_native, sort_by_expert, sort_by_expert_reference
 from tests.unit.pool import run_on
 
-EXPERTS, HIDDEN, INNER = 8, 6, 10
+EXPERTS, HIDDEN, INNER = 8, 6, 12
 DEAD = (3, 6)  # experts that no token visits
-TOPOLOGIES = {4: [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)], 8: [(2, 4), (2, 8), (4, 4), (4, 8), (8, 2)]}
+# (tp, ep, etp): ETP groups smaller than, equal to and larger than TP groups, across data ranks, and straddling both.
+TOPOLOGIES = {
+    4: [
+        *((tp, ep, 1) for tp, ep in [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]),
+        *[(1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 1, 4), (4, 1, 2), (4, 2, 2), (4, 1, 4)],
+    ],
+    6: [(1, 2, 3), (2, 1, 3), (2, 2, 3), (2, 1, 6), (3, 1, 2), (3, 2, 1), (6, 1, 3), (6, 2, 3)],
+    8: [*((tp, ep, 1) for tp, ep in [(2, 4), (2, 8), (4, 4), (4, 8), (8, 2)]), (2, 2, 4), (4, 2, 2), (2, 4, 2), (8, 1, 4)],
+}
 TOKENS, TOP_K = (1, 5, 7, 8), (1, 2, 3)
 
 
@@ -45,10 +54,10 @@ def error(value: torch.Tensor, right: torch.Tensor) -> float:
     return (value - right).abs().max().item() if right.numel() else 0.0
 
 
-def compare(tp: int, ep: int, backend: str, tokens: int, top_k: int) -> tuple[float, int]:
+def compare(tp: int, ep: int, etp: int, backend: str, tokens: int, top_k: int) -> tuple[float, int]:
     """Worst absolute error on this rank, and the rows that its experts computed."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    handles = create_folding_groups(build_folding_spec(world_size=world, pp_size=1, tp_size=tp, ep_size=ep))
+    handles = create_folding_groups(build_folding_spec(world_size=world, pp_size=1, tp_size=tp, ep_size=ep, etp_size=etp))
     data_rank, dp = rank // tp, world // tp
 
     whole = make_experts()
@@ -74,10 +83,10 @@ def compare(tp: int, ep: int, backend: str, tokens: int, top_k: int) -> tuple[fl
         error(hidden.grad, leaves[data_rank][0].grad),
         error(weights.grad, leaves[data_rank][1].grad),
     ]
-    for mine, right in zip(module.parameters(), whole.parameters(), strict=True):
-        total = mine.grad / tp
+    for tensor in site.layout.tensors:
+        total = getattr(module, tensor.name).grad / tp
         dist.all_reduce(total, group=handles.edp_group)
-        errors.append(error(total, right.grad[first : first + EXPERTS // ep]))
+        errors.append(error(total, cut_expert_tensor(getattr(whole, tensor.name).grad, tensor, module.autoep.shard)))
     dead = [expert - first for expert in DEAD if first <= expert < first + EXPERTS // ep]
     errors.append(max((module.down_proj.grad[expert].abs().max().item() for expert in dead), default=0.0))
     return max(errors), seen[0]
@@ -85,25 +94,27 @@ def compare(tp: int, ep: int, backend: str, tokens: int, top_k: int) -> tuple[fl
 
 def sweep(topologies, backend: str):
     return [
-        (tp, ep, tokens, top_k, *compare(tp, ep, backend, tokens, top_k))
-        for (tp, ep), tokens, top_k in itertools.product(topologies, TOKENS, TOP_K)
+        (tp, ep, etp, tokens, top_k, *compare(tp, ep, etp, backend, tokens, top_k))
+        for (tp, ep, etp), tokens, top_k in itertools.product(topologies, TOKENS, TOP_K)
     ]
 
 
 @pytest.mark.parametrize("backend", ["loop", "model"])
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, 6, 8])
 def test_equals_one_process(world, backend):
     results = run_on(world, sweep, TOPOLOGIES[world], backend)
     assert len(results[0]) == len(TOPOLOGIES[world]) * len(TOKENS) * len(TOP_K)
     for cases in zip(*results, strict=True):
-        tp, ep, tokens, top_k = cases[0][:4]
-        assert max(case[4] for case in cases) < 1e-12, cases[0][:4]
-        # Trap 3: each assignment is computed once over the stage. A rank without rows computes one padding row.
-        assert sum(case[5] for case in cases if case[5] > 1) <= tokens * top_k * world // tp <= sum(case[5] for case in cases)
+        tp, ep, etp, tokens, top_k = cases[0][:5]
+        assert max(case[5] for case in cases) < 1e-12, cases[0][:5]
+        # Trap 3: each assignment is computed once over the stage (by each ETP peer). A rank without rows adds one padding row.
+        computed, assignments = sum(case[6] for case in cases), etp * tokens * top_k * world // tp
+        assert assignments <= computed <= assignments + etp * world
 
 
 def sabotaged(name: str) -> float:
-    """The same comparison with one piece of the backward pass left out."""
+    """The same comparison with one piece left out."""
+    module = dispatch
     if name == "slice":
         original, owner = dispatch._gather_columns, "_gather_columns"
         replacement = lambda parts, cut, group: [  # noqa: E731
@@ -118,17 +129,31 @@ def sabotaged(name: str) -> float:
             second[cut.start : cut.stop] = parts[1]
             return [first, second]
 
-    else:
+    elif name == "exchange":
         original, owner = dispatch._exchange, "_exchange"
         replacement = lambda rows, route, group: original(rows, route, group) * 0.5  # noqa: E731
-    setattr(dispatch, owner, replacement)
+    elif name == "etp_sum":  # own summand only, forward of the sum and backward of the gather
+        module, original, owner = expert_peers, expert_peers._sum, "_sum"
+        replacement = lambda rows, peers, group: rows[rows.shape[0] - peers.own :].clone()  # noqa: E731
+    else:
+        module, original, owner = expert_peers, expert_peers._gather, "_gather"
+
+        def replacement(rows, peers, group):
+            gathered = original(rows, peers, group)
+            gathered[: sum(peers.others)] = 0.0
+            return gathered
+
+    setattr(module, owner, replacement)
     try:
-        return compare(2, 2, "loop", 8, 2)[0]
+        return compare(2, 2, 2 if name in PEER_FAULTS else 1, "loop", 8, 2)[0]
     finally:
-        setattr(dispatch, owner, original)
+        setattr(module, owner, original)
 
 
-@pytest.mark.parametrize("name", ["slice", "weights", "exchange"])
+PEER_FAULTS = ("etp_sum", "etp_gather")
+
+
+@pytest.mark.parametrize("name", ["slice", "weights", "exchange", *PEER_FAULTS])
 def test_comparison_sees_a_fault(name):
     assert max(run_on(4, sabotaged, name)) > 1e-3
 

@@ -47,6 +47,7 @@ TABLE = {
     F.PARTIAL: ("sum", lambda tp: 1, "dense_dp", lambda dp, tp, edp, etp: dp * tp),
     F.EXPERT: ("expert_tp_cancel", lambda tp: 1 / tp, "edp", lambda dp, tp, edp, etp: edp),
     F.EXPERT_SHARED_ETP: ("expert_tp_cancel", lambda tp: 1 / tp, "expert_shared", lambda dp, tp, edp, etp: edp * etp),
+    F.EXPERT_COMMON: ("average", lambda tp: 1 / tp, "dense_dp", lambda dp, tp, edp, etp: dp * tp),
 }
 FAMILY_BY_SPEC = list(itertools.product(F, SPECS))
 
@@ -65,6 +66,7 @@ def shard_of_rank(family: GradientFamily, world: int, tp: int, ep: int, etp: int
         F.PARTIAL: [],
         F.EXPERT: [expert[1], expert[2]],
         F.EXPERT_SHARED_ETP: [expert[1]],
+        F.EXPERT_COMMON: [],
     }[family]
     return [tuple(int(axis[rank]) for axis in axes) for rank in range(world)]
 
@@ -106,7 +108,7 @@ def test_data_group_holds_exactly_the_replicas_that_tp_leaves(family, sizes):
     tables = expected_folding_group_tables(spec_of(*sizes))
     shards, tp = shard_of_rank(family, *sizes), sizes[1]
     holders = Counter(shards)
-    lanes = tp if family in (F.REPLICATED, F.PARTIAL) else 1
+    lanes = tp if family in (F.REPLICATED, F.PARTIAL, F.EXPERT_COMMON) else 1
     for group in getattr(tables, f"{FAMILY_RULES[family].data_group}_groups"):
         assert len({shards[rank] for rank in group}) == 1
         assert len(group) * lanes == holders[shards[group[0]]]
@@ -120,6 +122,7 @@ def test_data_group_holds_exactly_the_replicas_that_tp_leaves(family, sizes):
         (F.PARTIAL, False, True),
         (F.EXPERT, True, False),
         (F.EXPERT_SHARED_ETP, True, False),
+        (F.EXPERT_COMMON, False, True),
     ],
 )
 def test_family_predicates(family, is_expert, meets_tp_peers):

@@ -66,7 +66,7 @@ def all_ones(case: Case):
 
 
 def engine_spec(case: Case):
-    return build_folding_spec(world_size=case.world, pp_size=1, tp_size=case.tp, ep_size=case.ep)
+    return build_folding_spec(world_size=case.world, pp_size=1, tp_size=case.tp, ep_size=case.ep, etp_size=case.etp)
 
 
 def unique_elements(family: str) -> int:

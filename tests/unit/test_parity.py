@@ -1,7 +1,7 @@
 """The main claim: loss, norm and parameters equal one plain PyTorch process on the whole batch.
 
 CI runs every (model, topology, ZeRO stage) with optimizer and auxiliary loss alternating, so that each pair of
-settings meets; ``make test-parity-full`` runs the whole product.
+settings meets; ``make test-full`` runs the whole product.
 """
 
 import contextlib

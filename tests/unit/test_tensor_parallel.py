@@ -159,7 +159,7 @@ def test_sizes_that_tp_does_not_divide(family, overrides, tp, layer, module, wor
 @pytest.mark.parametrize(
     "plan, tp, words",
     [
-        ({f"layers.*.{O_PROJ}": "rowwise"}, 3, [f"'model.layers.0.{O_PROJ}'", "input size", "32 / 3"]),
+        ({f"layers.*.{O_PROJ}": "rowwise", f"layers.*.{Q_PROJ}": "colwise"}, 3, [f"'model.layers.0.{O_PROJ}'", "input size", "32 / 3"]),
         ({f"layers.*.{O_PROJ}": "rowwise_split_input"}, 3, [f"'model.layers.0.{O_PROJ}'", "input size", "32 / 3"]),
         ({f"layers.*.{O_PROJ}": "packed_colwise"}, 32, [f"'model.layers.0.{O_PROJ}'", "half", "16 / 32"]),
         ({"layers.*.input_layernorm": "colwise"}, 2, ["'model.layers.0.input_layernorm'", "two-dimensional"]),
@@ -184,6 +184,42 @@ def test_gathered_outputs_may_be_uneven(monkeypatch):
     plan = dict.fromkeys(["lm_head", f"layers.*.{Q_PROJ}"], "colwise_gather_output")
     model = with_plan(monkeypatch, plan, vocab_size=65)
     assert set(cuts(model, plan_of(model, 3)).values()) == {"column, gathered"}
+
+
+def test_a_row_parallel_layer_without_column_parallel_ones_beside_it_stays_whole(monkeypatch):
+    """A pattern that means one kind of attention may match another whose projections the plan leaves whole."""
+    plan = {f"layers.*.{O_PROJ}": "rowwise", f"layers.0.{Q_PROJ}": "colwise"}
+    model = with_plan(monkeypatch, plan)
+    assert cuts(model, plan_of(model)) == {
+        f"model.layers.0.{Q_PROJ}.weight": "column",
+        f"model.layers.0.{O_PROJ}.weight": "row",
+        f"model.layers.1.{O_PROJ}.weight": "skip",
+    }
+
+
+def test_blocks_that_share_their_weights_stay_whole(monkeypatch):
+    plan = {f"layers.*.{O_PROJ}": "rowwise", f"layers.*.{Q_PROJ}": "colwise"}
+    model = with_plan(monkeypatch, plan)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert set(cuts(model, plan_of(model)).values()) == {"row", "column"}
+    second.k_proj.weight = first.k_proj.weight  # not cut by this plan
+    assert set(cuts(model, plan_of(model)).values()) == {"row", "column"}
+    second.q_proj.weight = first.q_proj.weight
+    assert set(cuts(model, plan_of(model)).values()) == {"skip"}
+
+
+@pytest.mark.parametrize("style", [None, "replicated_with_grad_allreduce"])
+def test_norms_of_single_heads_are_partial_behind_sharded_projections(monkeypatch, style):
+    """Some plans forget them."""
+    model = make_model("qwen3_moe")
+    plan = {f"layers.*.{name}": cut for name, cut in ((O_PROJ, "rowwise"), (Q_PROJ, "colwise"))}
+    if style is not None:
+        plan["layers.*.self_attn.q_norm"] = style
+    monkeypatch.setattr("deepspeed_autoep.compat.hf_tp_plan", lambda _: {f"model.{key}": value for key, value in plan.items()})
+    found = plan_of(model)
+    partial = {name for name, _ in model.named_parameters() if found.is_partial(name)}
+    # k_proj is whole here, and so is its norm's gradient.
+    assert partial == {f"model.layers.{layer}.self_attn.q_norm.weight" for layer in (0, 1)}
 
 
 def test_entries_that_match_no_module_are_left_out(monkeypatch):

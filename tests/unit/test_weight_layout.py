@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepspeed_autoep.errors import ModelError
-from deepspeed_autoep.moe.discovery import check_expert_counts, find_experts
-from deepspeed_autoep.moe.weight_layout import describe_layout, expected_tensor_names, expert_range
+from deepspeed_autoep.moe.cutting import cut_expert_tensor, join_etp_parts
+from deepspeed_autoep.moe.discovery import check_expert_sizes, find_experts
+from deepspeed_autoep.moe.weight_layout import (
+    ExpertShard,
+    describe_layout,
+    expected_tensor_names,
+    expert_range,
+)
 from tests.unit.models import EXPERTS, HIDDEN, make_model
 
 PROPERTY = settings(max_examples=80, deadline=None, derandomize=True)
@@ -73,7 +79,8 @@ def test_layout_of_every_flag_combination(flags):
     assert (layout.num_experts, layout.hidden_size, layout.intermediate_size) == (E, H, I)
     assert {name: getattr(layout, name) for name in FLAGS} == flags
     assert {t.name: (t.shape, t.intermediate_dim) for t in layout.tensors} == tensors_of(flags)
-    assert {t.name for t in layout.tensors if t.gate_up} == {name for name in tensors_of(flags) if "gate_up" in name}
+    concatenated = {name for name in tensors_of(flags) if "gate_up" in name and flags["is_concatenated"]}
+    assert {t.name for t in layout.tensors if t.halves == 2} == concatenated
     assert layout.up_name == ("gate_up_proj" if flags["has_gate"] else "up_proj")
 
 
@@ -88,6 +95,52 @@ def test_a_cut_of_the_intermediate_size_is_the_layout_of_half_of_it(flags):
         halves[tensor.name] = tuple(shape)
     layout = describe_layout(**flags, shapes=halves)
     assert (layout.num_experts, layout.hidden_size, layout.intermediate_size) == (E, H, I // 2)
+
+
+def forward(flags: dict, weights: dict, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert as the interface defines it, without the down projection's bias; x [R, H]."""
+    up_name = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    up, down = weights[up_name][expert], weights["down_proj"][expert]
+    up, down = (up, down) if flags["is_transposed"] else (up.T, down.T)
+    inner = x @ up + (weights[f"{up_name}_bias"][expert] if flags["has_bias"] else 0.0)
+    if flags["has_gate"]:
+        gate, value = inner.chunk(2, -1) if flags["is_concatenated"] else (inner[:, ::2], inner[:, 1::2])
+        inner = torch.nn.functional.silu(gate) * value
+    else:
+        inner = torch.nn.functional.relu(inner).square()
+    return inner @ down
+
+
+@every_layout
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("etp", [1, 2, 5, 10])
+def test_cut_then_join_is_the_identity_and_parts_add_up(flags, ep, etp):
+    layout = describe_layout(**flags, shapes=shapes_of(flags))
+    generator = torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes_of(flags).items()}
+    x = torch.randn(3, H, generator=generator, dtype=torch.float64)
+    joined = {name: [] for name in whole}
+    for ep_rank in range(ep):
+        shards = [ExpertShard.of(E, ep, ep_rank, etp, rank) for rank in range(etp)]
+        parts = [{t.name: cut_expert_tensor(whole[t.name], t, shard) for t in layout.tensors} for shard in shards]
+        for t in layout.tensors:
+            for shard, part in zip(shards, parts, strict=True):
+                assert part[t.name].shape == shard.shape(t) and part[t.name].is_contiguous()
+                assert part[t.name].data_ptr() != whole[t.name].data_ptr(), "a view would keep the whole tensor alive"
+            joined[t.name].append(join_etp_parts([part[t.name] for part in parts], t))
+        for local in range(shards[0].last - shards[0].first):
+            right = forward(flags, whole, x, shards[0].first + local)
+            assert torch.allclose(sum(forward(flags, part, x, local) for part in parts), right, atol=1e-12)
+    assert all(torch.equal(torch.cat(joined[name]), whole[name]) for name in whole)
+
+
+@every_layout
+def test_runs_of_all_peers_cover_the_intermediate_dimension_once(flags):
+    for tensor in describe_layout(**flags, shapes=shapes_of(flags)).tensors:
+        size = tensor.shape[tensor.intermediate_dim] if tensor.intermediate_dim is not None else 0
+        for etp in (1, 2, 5):
+            covered = sorted(i for rank in range(etp) for run in tensor.runs(etp, rank) for i in range(*run))
+            assert covered == list(range(size))
 
 
 @every_layout
@@ -234,7 +287,7 @@ def set_attribute(name: str, value):
         (set_attribute("num_experts", None), ["num_experts=None", f"{EXPERTS} experts"]),
         (set_attribute("is_transposed", True), ["gate_up_proj has shape", "'is_transposed': True"]),
         (set_attribute("has_bias", True), ["gate_up_proj_bias", "down_proj_bias"]),
-        (set_attribute("has_post_expert_norm", True), ["has_post_expert_norm=True", "not supported"]),
+        (set_attribute("has_post_expert_norm", True), ["has_post_expert_norm=True", "no module 'post_expert_norm'"]),
     ],
 )
 def test_an_experts_module_that_breaks_its_promise_is_named(spoil, words):
@@ -250,16 +303,28 @@ def test_an_experts_module_that_breaks_its_promise_is_named(spoil, words):
 def test_expert_counts(ep_size):
     sites = find_experts(make_model("mixtral"))
     if ep_size in (1, 2, 4, 8):
-        check_expert_counts(sites, ep_size)
+        check_expert_sizes(sites, ep_size)
         return
     with pytest.raises(ModelError) as caught:
-        check_expert_counts(sites, ep_size)
+        check_expert_sizes(sites, ep_size)
     words = [f"expert_parallel.autoep_size={ep_size}", "'model.layers.0.mlp.experts' has 8", "[1, 2, 4, 8]"]
     for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("etp_size", [1, 2, 5, 7, 48])
+def test_intermediate_sizes(etp_size):
+    sites = find_experts(make_model("mixtral"))
+    if 48 % etp_size == 0:
+        check_expert_sizes(sites, 1, etp_size)
+        return
+    with pytest.raises(ModelError) as caught:
+        check_expert_sizes(sites, 1, etp_size)
+    for word in (f"expert_parallel.expert_tensor_parallel_size={etp_size}", "'model.layers.0.mlp.experts' has 48", "[1, 2, 3, 4, 6,"):
         assert word in str(caught.value)
 
 
 def test_expert_counts_are_checked_in_every_module():
     sites = find_experts(make_model("mixtral")) + find_experts(make_model("deepseek_v3", n_routed_experts=6, n_group=1))
     with pytest.raises(ModelError, match=r"'model\.layers\.1\.mlp\.experts' has 6.*\[1, 2, 3, 6\]"):
-        check_expert_counts(sites, 4)
+        check_expert_sizes(sites, 4)

@@ -31,9 +31,11 @@ class Case:
     expert_config: tuple = ()
     overrides: tuple = ()  # of the model's configuration
     options: tuple = ()  # of the run: see train()
+    etp: int = 1
 
     def __str__(self) -> str:
-        parts = [self.family, f"w{self.world}", f"tp{self.tp}", f"ep{self.ep}", f"z{self.zero}", self.optimizer, self.dtype]
+        etp = [f"etp{self.etp}"] if self.etp > 1 else []
+        parts = [self.family, f"w{self.world}", f"tp{self.tp}", f"ep{self.ep}", *etp, f"z{self.zero}", self.optimizer, self.dtype]
         extra = [*self.config, *self.zero_config, *self.expert_config, *self.overrides, *self.options]
         return "-".join(parts + ["aux"] * self.aux + [f"{key}={value}" for key, value in extra])
 
@@ -46,7 +48,7 @@ def ds_config(case: Case) -> dict:
         "gradient_clipping": case.clip,
         "zero_optimization": {"stage": case.zero, **dict(case.zero_config)},
         "zero_allow_untested_optimizer": True,
-        "expert_parallel": {"enabled": True, "autoep_size": case.ep, **dict(case.expert_config)},
+        "expert_parallel": {"enabled": True, "autoep_size": case.ep, "expert_tensor_parallel_size": case.etp, **dict(case.expert_config)},
         "tensor_parallel": {"autotp_size": case.tp},
         "steps_per_print": 10**9,
         **({"bf16": {"enabled": True}} if case.dtype == "bf16" else {}),
@@ -133,18 +135,18 @@ def relative(value: float, right: float) -> float:
     return abs(value - right) / abs(right)
 
 
-def parameter_error(value: torch.Tensor, right: torch.Tensor) -> float:
-    """Largest difference relative to the parameter's largest element."""
-    return ((value.double() - right.double()).abs().max() / right.double().abs().max().clamp_min(1e-12)).item()
+def parameter_error(value: torch.Tensor, right: torch.Tensor, floor: float = 1e-12) -> float:
+    """Largest difference relative to the parameter's largest element, or to ``floor`` where that is larger."""
+    return ((value.double() - right.double()).abs().max() / right.double().abs().max().clamp_min(floor)).item()
 
 
-def worst_errors(curve: Curve, right: Curve) -> dict[str, float]:
-    """Largest relative error of the losses, of the norms and of any parameter."""
+def worst_errors(curve: Curve, right: Curve, floor: float = 1e-12) -> dict[str, float]:
+    """Largest relative error of the losses, of the norms and of any parameter (see :func:`parameter_error`)."""
     assert curve.state.keys() == right.state.keys()
     return {
         "loss": max(relative(*pair) for pair in zip(curve.losses, right.losses, strict=True)),
         "norm": max(relative(*pair) for pair in zip(curve.norms, right.norms, strict=True)),
-        "parameter": max(parameter_error(curve.state[name], right.state[name]) for name in right.state),
+        "parameter": max(parameter_error(curve.state[name], right.state[name], floor) for name in right.state),
     }
 
 
