@@ -10,30 +10,32 @@ from deepspeed_autoep.folding import FAMILY_RULES, GradientFamily
 from deepspeed_autoep.gradients.buckets import ALIGNMENT, TPRule, plan_flat, plan_transfers
 
 FAMILIES = list(GradientFamily)
-R, P, S, E, X = (
+R, P, S, E, X, C = (
     GradientFamily.REPLICATED,
     GradientFamily.PARTIAL,
     GradientFamily.TP_SHARDED,
     GradientFamily.EXPERT,
     GradientFamily.EXPERT_SHARED_ETP,
+    GradientFamily.EXPERT_COMMON,
 )
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 65536])
 def test_the_rule_is_the_table(tp):
     rule = TPRule(tp)
-    assert {family: rule.meets(family) for family in FAMILIES} == {R: True, P: True, S: False, E: False, X: False}
-    assert {family: rule.factor(family) for family in FAMILIES} == {R: 1 / tp, P: 1.0, S: 1.0, E: 1 / tp, X: 1 / tp}
+    assert {family: rule.meets(family) for family in FAMILIES} == {R: True, P: True, S: False, E: False, X: False, C: True}
+    assert {family: rule.factor(family) for family in FAMILIES} == {R: 1 / tp, P: 1.0, S: 1.0, E: 1 / tp, X: 1 / tp, C: 1 / tp}
 
 
 def test_without_tp_nothing_happens():
-    assert plan_transfers([5, 6, 7, 8, 9], FAMILIES, TPRule(1), 100) == ()
+    assert plan_transfers([5, 6, 7, 8, 9, 10], FAMILIES, TPRule(1), 100) == ()
 
 
 def test_replicated_gradients_can_be_left_alone():
     rule = TPRule(4, synchronize_replicated=False)
     assert not rule.meets(R) and rule.factor(R) == 1.0
     assert rule.meets(P) and rule.factor(E) == 0.25
+    assert rule.meets(C) and rule.factor(C) == 0.25  # lanes' gradients are of different rows
     assert plan_transfers([5, 6], [R, S], rule, 100) == ()
     assert [part.piece for transfer in plan_transfers([5, 6, 7], [R, P, E], rule, 100) for part in transfer.parts] == [1, 2]
 
