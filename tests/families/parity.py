@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from deepspeed_autoep import compat
 from deepspeed_autoep.moe.discovery import find_experts
 from tests.families.catalogue import list_families
 from tests.families.tiny import build, loss_of, make_batches
 from tests.unit.models import Curve
 from tests.unit.pool import run_on
-from tests.unit.training import mean_over_data, worst_errors
+from tests.unit.training import finished, mean_over_data, worst_errors
 
 WORLD, STEPS, SAMPLES, LENGTH, CLIP = 4, 3, 4, 8, 0.5
 LIMITS = {"loss": 1e-5, "norm": 1e-5, "parameter": 1e-4}
@@ -100,12 +101,7 @@ def train(name: str, folding: Folding) -> Curve | None:
         engine.step()
         curve.losses.append(mean_over_data(loss, engine))
         curve.norms.append(float(engine.get_global_grad_norm()))
-    state = deepspeed_autoep.consolidated_state_dict(engine)
-    engine.destroy()
-    if dist.get_rank() == 0:
-        curve.state = state
-        return curve
-    return None
+    return finished(curve, engine)
 
 
 def errors_of(name: str, folding: Folding) -> dict[str, float]:
@@ -125,8 +121,6 @@ def is_exact(name: str, errors: dict[str, float]) -> bool:
 
 def has_tp_plan(name: str) -> bool:
     """Whether the tiny model says how its dense layers are cut."""
-    from deepspeed_autoep import compat
-
     return bool(compat.hf_tp_plan(build(name)))
 
 

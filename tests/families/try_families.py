@@ -9,6 +9,7 @@ import traceback
 import torch
 from torch import Tensor, nn
 
+from deepspeed_autoep import compat
 from tests.families.catalogue import Family, list_families
 from tests.families.tiny import build, loss_of, make_batches
 
@@ -17,11 +18,6 @@ FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_e
 
 def _experts(model: nn.Module, family: Family) -> list[nn.Module]:
     return [each for each in model.modules() if isinstance(each, family.experts)]
-
-
-def _has_tp_plan(model: nn.Module) -> bool:
-    plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None)
-    return bool(plan or getattr(model, "_tp_plan", None))
 
 
 def _gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -83,7 +79,7 @@ def check(family: Family) -> str:
     flags = ",".join(flag for flag in FLAGS if getattr(experts[0], flag))
     unused = sum(key not in whole for key, _ in model.named_parameters())
     return (
-        f"ok tp_plan={_has_tp_plan(model)} {type(model).__name__} experts={len(experts)} {flags}"
+        f"ok tp_plan={bool(compat.hf_tp_plan(model))} {type(model).__name__} experts={len(experts)} {flags}"
         f" loss={losses[0]:.4f}->{after:.4f} repeat_off={repeat_off:.0e} halves_off={halves_off:.0e} unused={unused}"
     )
 

@@ -96,8 +96,6 @@ def train(case: Case) -> Curve | None:
     Options: ``checkpointing`` = reentrant | nonreentrant; ``manual`` = backward passes a step, whose last is declared the
     boundary by hand.
     """
-    import deepspeed_autoep
-
     options = dict(case.options)
     engine = build_engine(case)
     if "checkpointing" in options:
@@ -116,6 +114,13 @@ def train(case: Case) -> Curve | None:
             total += mean_over_data(loss, engine) / accumulation
         curve.losses.append(total)
         curve.norms.append(float(engine.get_global_grad_norm()))
+    return finished(curve, engine)
+
+
+def finished(curve: Curve, engine) -> Curve | None:
+    """The curve with the consolidated state on rank 0, None elsewhere; the engine is destroyed. Collective."""
+    import deepspeed_autoep
+
     state = deepspeed_autoep.consolidated_state_dict(engine)
     engine.destroy()
     if dist.get_rank() == 0:
