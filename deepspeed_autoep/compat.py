@@ -6,6 +6,7 @@ else in the package imports from ``deepspeed.runtime``, ``deepspeed.module_injec
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 # Process-global group registry that the engine, AutoTP and ZeRO read while they are built. (0.19.8)
 from deepspeed.utils import groups as _groups
 
+# The engine's map of parameters to names. (0.19.8)
+from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
+
 from deepspeed_autoep.errors import ConfigError
 
 __all__ = [
@@ -63,6 +67,7 @@ __all__ = [
     "shutdown_init_context",
     "training_autotp",
     "user_layer_specs",
+    "without_debug_names",
 ]
 
 # Tags parameters for optimizers that need it; deepspeed.initialize calls it right before the engine. (0.19.8)
@@ -138,6 +143,15 @@ def bind_groups(handles) -> tuple[GroupBinding, object | None]:
 def configure_python_gc(engine) -> None:
     """What deepspeed.initialize does last: the configuration's garbage collection settings. (0.19.8)"""
     engine._configure_python_gc()
+
+
+@contextlib.contextmanager
+def without_debug_names(model):
+    """While it lasts the engine's map of parameters to names, which holds weak references to them, is empty: torch swaps the
+    contents of two tensors only where nobody has any. (0.19.8)"""
+    debug_clear_module_and_param_names()
+    yield
+    debug_extract_module_and_param_names(model)
 
 
 def training_autotp() -> None:

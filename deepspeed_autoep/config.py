@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from deepspeed_autoep.errors import ConfigError, UnsupportedError
 
@@ -119,6 +119,11 @@ class ExpertParallelConfig(BaseModel):
     parameter_norm: StrictBool = Field(False, description="compute the norm of the parameters with the gradient statistics")
     expert_backend: Literal["auto", "grouped_mm", "loop", "model"] = Field(
         "auto", description="how local experts compute; model: the model's own forward with top-1 routing"
+    )
+    initial_weights: StrictStr | None = Field(
+        None,
+        min_length=1,
+        description="folder of safetensors files from which a model on the meta device gets its weights, each rank its own part",
     )
 
 

@@ -27,18 +27,20 @@ from deepspeed_autoep.engine.param_groups import (
     split_optimizer,
     split_scheduler,
 )
-from deepspeed_autoep.engine.replicas import first_uneven_parameter
+from deepspeed_autoep.engine.replicas import differing_tensors, first_uneven_parameter
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer, fold_zero_optimizer
-from deepspeed_autoep.errors import ConfigError, UnsupportedError
+from deepspeed_autoep.errors import ConfigError, RankMismatchError, UnsupportedError
 from deepspeed_autoep.folding.families import (
     FAMILY_RULES,
     clear_autoep_folding_gradient_corrected,
     is_autoep_folding_gradient_corrected,
+    is_expert_parameter,
+    is_tp_sharded_parameter,
     mark_tp_partial_parameter,
     resolve_family,
     set_autoep_folding_gradient_corrected,
 )
-from deepspeed_autoep.folding.groups import FoldingGroupHandles
+from deepspeed_autoep.folding.groups import FoldingGroupHandles, collectively
 from deepspeed_autoep.gradients.norms import GradientStatistics
 from deepspeed_autoep.gradients.slices import ParameterInfo
 from deepspeed_autoep.gradients.sync import GradientSync
@@ -46,6 +48,8 @@ from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.tensor_parallel import PartitionPlan
+from deepspeed_autoep.weights.plan import WeightPlan
+from deepspeed_autoep.weights.stream import stream_weights
 
 logger = logging.getLogger("deepspeed_autoep")
 
@@ -67,6 +71,7 @@ class EngineSetup:
     plan: PartitionPlan
     binding: compat.GroupBinding
     contiguous_gradients: bool
+    weights: WeightPlan | None  # of a model on the meta device
 
 
 class AutoEPEngine(DeepSpeedEngine):
@@ -103,6 +108,8 @@ class AutoEPEngine(DeepSpeedEngine):
         return sources
 
     def _configure_distributed_model(self, model):
+        if self.autoep.weights is not None:
+            self._stream_weights(model)
         super()._configure_distributed_model(model)
         spec = self.autoep.handles.spec
         trainable = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -113,6 +120,22 @@ class AutoEPEngine(DeepSpeedEngine):
         self.num_experts = [site.layout.num_experts for site in self.autoep.sites]
         # DeepSpeed asks this to decide on expert groups; without trainable experts there are none.
         self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())
+
+    def _stream_weights(self, model: torch.nn.Module) -> None:
+        """Each rank reads its own part; what all hold whole must be the same, or their files differ."""
+        handles = self.autoep.handles
+        collectively(lambda: stream_weights(model, self.autoep.weights, self.autoep.plan, handles, self.device))
+        whole = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if not is_tp_sharded_parameter(parameter) and not is_expert_parameter(parameter)
+        ]
+        differing = differing_tensors([*whole, *model.named_buffers()], handles, self.device)
+        if differing:
+            raise RankMismatchError(
+                f"{len(differing)} tensors that ranks read from {self.autoep.weights.folder.source!r} differ between them, first "
+                f"{differing[0][0]!r}: give every rank the same files"
+            )
 
     def _configure_optimizer(self, client_optimizer, model_parameters):
         names = self.autoep.handles.expert_group_names()

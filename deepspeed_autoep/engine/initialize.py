@@ -32,6 +32,9 @@ from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spe
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_sizes, find_experts
 from deepspeed_autoep.ops import requested_ops
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
+from deepspeed_autoep.weights.files import SafetensorsFolder
+from deepspeed_autoep.weights.plan import WeightPlan, plan_weights
+from deepspeed_autoep.weights.stream import initialise_buffers, parameters_of_weights
 
 logger = logging.getLogger("deepspeed_autoep")
 
@@ -106,23 +109,34 @@ def initialize(
     if not all(enabled):
         validate_folding_agreement(build_folding_spec(world_size=len(enabled), pp_size=1, tp_size=1, ep_size=1), _flat(loaded))
 
-    spec, sites, plan = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
-    validate_folding_agreement(spec, _flat(loaded) | {"model": _model_digest(model)})
+    spec, sites, plan, weights = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
+    digests = {"model": _model_digest(model), "weights": weights.folder.digest() if weights else None}
+    validate_folding_agreement(spec, _flat(loaded) | digests)
     for note in folding.notes:
         if dist.get_rank() == 0:
             logger.warning(note)
 
     handles = create_folding_groups(spec)
     device = torch.device(get_accelerator().current_device_name())
-    changed = synchronize_model(model, handles, device)
-    if changed and dist.get_rank() == 0:
-        logger.warning("%d tensors differed between ranks and were taken from rank 0, first %r", len(changed), changed[0])
+    if weights is None:
+        changed = synchronize_model(model, handles, device)
+        if changed and dist.get_rank() == 0:
+            logger.warning("%d tensors differed between ranks and were taken from rank 0, first %r", len(changed), changed[0])
+    else:
+        initialise_buffers(model, device)
+        if weights.unexpected and dist.get_rank() == 0:
+            logger.warning(
+                "%d tensors of %r are not the model's and were left, first %r",
+                len(weights.unexpected),
+                weights.folder.source,
+                weights.unexpected[0],
+            )
     synchronize_random_state(handles, device)
 
     engine_config = _engine_config(loaded, folding, plan)
     binding, engine_mpu = compat.bind_groups(handles)
     zero = loaded.get("zero_optimization", {})
-    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)))
+    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)), weights)
     try:
         engine = _build(
             setup,
@@ -191,7 +205,7 @@ def _without_config(args):
 
 def _decide(
     loaded: dict, folding: FoldingConfig, model, mpu, mesh_param
-) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan]:
+) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan, WeightPlan | None]:
     """Every check that needs one rank only. No collective, nothing changed."""
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -218,15 +232,28 @@ def _decide(
 
     if any(getattr(module, "_is_autoep_layer", False) for module in model.modules()):
         raise ModelError("the model is folded already: build a fresh one for another engine")
-    on_meta = next((name for name, tensor in model.named_parameters() if tensor.device.type == "meta"), None)
-    if on_meta is not None:
-        raise UnsupportedError(f"parameter {on_meta!r} is on the meta device: materialise the model before initialize")
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
-    return spec, sites, plan
+    return spec, sites, plan, _plan_weights(model, sites, folding.expert.initial_weights)
+
+
+def _plan_weights(model: torch.nn.Module, sites: list[ExpertsSite], source: str | None) -> WeightPlan | None:
+    """Where a model on the meta device gets its weights from; None for a model that has them."""
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    key = f"{EXPERT_BLOCK}.initial_weights"
+    if not on_meta:
+        if source is not None:
+            raise ConfigError(f"{key}={source!r} is for a model built under torch.device('meta'), and this one has its weights: remove the key")
+        return None
+    if source is None:
+        raise ConfigError(f"parameter {on_meta[0]!r} is on the meta device: set {key} to the folder with the model's safetensors files")
+    real = [name for name, tensor in model.named_parameters() if not tensor.is_meta]
+    if real:
+        raise ModelError(f"parameter {on_meta[0]!r} is on the meta device and {real[0]!r} is not: build all of the model under torch.device('meta'), or none")
+    return plan_weights(model, SafetensorsFolder.open(source), parameters_of_weights(sites))
 
 
 def _engine_config(loaded: dict, folding: FoldingConfig, plan: PartitionPlan) -> dict:

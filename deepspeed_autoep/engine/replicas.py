@@ -23,22 +23,29 @@ def _named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
+def differing_tensors(
+    named: list[tuple[str, torch.Tensor]], handles: FoldingGroupHandles, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    """Those that are not bit-equal on all ranks of the stage, by their checksums. Collective over the stage."""
+    if not named:
+        return []
+    mine = torch.stack([checksum([tensor]).cpu() for _, tensor in named]).to(device)
+    first = mine.clone()
+    dist.broadcast(first, handles.stage_ranks[0], group=handles.stage_group)
+    differs = (mine != first).to(torch.int32)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=handles.stage_group)
+    return [entry for entry, flag in zip(named, differs.tolist(), strict=True) if flag]
+
+
+@torch.no_grad()
 def synchronize_model(model: nn.Module, handles: FoldingGroupHandles, device: torch.device) -> list[str]:
     """Give every rank the weights and buffers of the stage's first rank. Call before anything is cut.
 
     Checksums are compared first, so that equal models (the usual case) cost one read and one small collective.
     Returns the names that differed.
     """
-    named = _named_state(model)
-    if not named:
-        return []
-    mine = torch.stack([checksum([tensor]).cpu() for _, tensor in named]).to(device)
-    first = mine.clone()
+    changed = differing_tensors(_named_state(model), handles, device)
     source = handles.stage_ranks[0]
-    dist.broadcast(first, source, group=handles.stage_group)
-    differs = (mine != first).to(torch.int32)
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=handles.stage_group)
-    changed = [entry for entry, flag in zip(named, differs.tolist(), strict=True) if flag]
     for _, tensor in changed:
         buffer = tensor.detach().to(device).contiguous()
         raw = buffer.view(-1).view(torch.uint8) if buffer.dtype != torch.bool else buffer
