@@ -18,7 +18,7 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio as a signed int64:
 
 
 # Elements hashed at a time: the int64 temporaries are eight bytes an element each.
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18  # elements at a time: a few temporaries of 2 MiB, within a cache
 
 
 @torch.no_grad()

@@ -78,7 +78,7 @@ class SafetensorsFolder:
     def _read_header(self, path: Path) -> None:
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():
+                for name in list(file.keys()):
                     if name in self.tensors:
                         raise ConfigError(f"tensor {name!r} is in two files: {self.tensors[name].path} and {path}")
                     piece = file.get_slice(name)

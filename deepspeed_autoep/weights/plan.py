@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -25,18 +27,26 @@ _SHOWN = 5  # names in a message
 class WeightGroup:
     """Tensors of the files that are converted together.
 
-    ``sources``: pattern of the converter -> names in the files, in the order of the experts where they are stacked.
-    ``by_expert``: the number of experts, where the group can be read for one expert at a time.
+    ``sources``: pattern of the converter -> names in the files, in the order of the experts where these are tensors of their own.
+    ``by_expert``: whether it can be read for one expert at a time, from tensors of their own ("listed") or rows of one ("stacked").
     """
 
     first_target: str
     targets: tuple[str, ...]
     sources: dict[str, tuple[str, ...]]
     converter: object | None  # None: one tensor under another name
-    by_expert: int | None = None
+    by_expert: Literal["listed", "stacked"] | None = None
 
-    def convert(self, tensors: dict[str, list[torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor]:
-        """``tensors``: pattern -> tensors -> the model's tensors by name."""
+    def read(self, folder: SafetensorsFolder, expert: int | None = None) -> dict[str, list[torch.Tensor]]:
+        """Pattern -> tensors: all of the group, or those of one expert where :attr:`by_expert` says so."""
+        if expert is None:
+            return {pattern: [folder.read(name) for name in names] for pattern, names in self.sources.items()}
+        if self.by_expert == "stacked":
+            return {pattern: [folder.read(name, expert) for name in names] for pattern, names in self.sources.items()}
+        return {pattern: [folder.read(names[expert])] for pattern, names in self.sources.items()}
+
+    def convert(self, tensors: dict[str, list[torch.Tensor]], model: WholeModel) -> dict[str, torch.Tensor]:
+        """``tensors``: as :meth:`read` gives them -> the model's tensors by name, of all experts or of one."""
         if self.converter is None:
             return {self.first_target: tensors[self.first_target][0]}
         converter = copy.deepcopy(self.converter)
@@ -47,6 +57,28 @@ class WeightGroup:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+class WholeModel:
+    """What converters may ask of a model, as it was before it was cut: some decide by a parameter's shape."""
+
+    def __init__(self, config, tensors: dict[str, torch.Tensor]) -> None:
+        self.config, self._tensors = config, tensors
+
+    @staticmethod
+    def of(model: nn.Module) -> WholeModel:
+        tensors = model.state_dict()
+        return WholeModel(
+            getattr(model, "config", None),
+            {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()},
+        )
+
+    def with_one_expert(self, experts: Iterable[str]) -> WholeModel:
+        """The same with one expert in each of the stacked tensors ``experts``."""
+        return WholeModel(self.config, self._tensors | {name: self._tensors[name][:1] for name in experts})
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
 @dataclass(frozen=True)
 class WeightPlan:
     """How a model on the meta device gets its weights."""
@@ -54,6 +86,12 @@ class WeightPlan:
     folder: SafetensorsFolder
     groups: tuple[WeightGroup, ...]
     unexpected: tuple[str, ...]  # in the files, and not the model's
+    whole: WholeModel
+    one_expert: WholeModel
+
+    def convert(self, group: WeightGroup, expert: int | None = None) -> dict[str, torch.Tensor]:
+        """Read and convert a group, or one expert of it: full name -> tensor, a view of the file perhaps."""
+        return group.convert(group.read(self.folder, expert), self.whole if expert is None else self.one_expert)
 
 
 def plan_weights(model: nn.Module, folder: SafetensorsFolder, experts: dict[str, ExpertTensor]) -> WeightPlan:
@@ -64,10 +102,12 @@ def plan_weights(model: nn.Module, folder: SafetensorsFolder, experts: dict[str,
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ModelError(f"expert_parallel.initial_weights={folder.source!r}: the model's config has a quantization_config, and quantized weights cannot be streamed. Convert them first")
     wanted = model.state_dict(keep_vars=True)
+    whole = WholeModel.of(model)
+    plan = WeightPlan(folder, (), (), whole, whole.with_one_expert(experts))
     assigned, unexpected = _assign(model, folder, wanted)
-    groups = tuple(_checked(group, model, folder, wanted, experts) for group in assigned)
+    groups = tuple(_checked(group, plan, wanted, experts) for group in assigned)
     _check_complete(model, folder, wanted, {name for group in groups for name in group.targets})
-    return WeightPlan(folder, groups, tuple(unexpected))
+    return replace(plan, groups=groups, unexpected=tuple(unexpected))
 
 
 def _assign(model: nn.Module, folder: SafetensorsFolder, wanted: dict) -> tuple[list[WeightGroup], list[str]]:
@@ -107,50 +147,62 @@ def _patterns(model: nn.Module, attribute: str) -> re.Pattern | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _checked(group: WeightGroup, model, folder: SafetensorsFolder, wanted: dict, experts: dict[str, ExpertTensor]) -> WeightGroup:
+def _checked(group: WeightGroup, plan: WeightPlan, wanted: dict, experts: dict[str, ExpertTensor]) -> WeightGroup:
     """The group with all its targets and how it can be read, after a trial on the meta device."""
-    by_expert = _experts_in(group, folder, experts)
-    made = _trial(group, model, folder, by_expert)
+    folder = plan.folder
+    by_expert = _by_expert(group, folder, experts)
+    model = plan.whole if by_expert is None else plan.one_expert
+    made = _trial(replace(group, by_expert=by_expert), folder, model)
     for name, value in made.items():
         if name not in wanted:
             raise ModelError(f"{_names(group)} of {folder.source} would become {name!r}, which the model does not have")
-        expected = tuple(wanted[name].shape)
-        if by_expert is not None:
-            expected = (1, *expected[1:])
+        expected = tuple(model.get_parameter(name).shape)
         if tuple(value.shape) != expected:
-            raise ModelError(f"{_names(group)} of {folder.source} would give {name!r} the shape {list(value.shape)}, the model has {list(expected)}: are these the weights of another configuration?")
-    return WeightGroup(group.first_target, tuple(made), group.sources, group.converter, by_expert)
+            raise ModelError(
+                f"{_names(group)} of {folder.source} would give {name!r} the shape {list(value.shape)}, the model has "
+                f"{list(expected)}: are these the weights of another configuration?"
+            )
+    return replace(group, targets=tuple(made), by_expert=by_expert)
 
 
-def _experts_in(group: WeightGroup, folder: SafetensorsFolder, experts: dict[str, ExpertTensor]) -> int | None:
-    """How many experts the group stacks, if it does so by single tensors of equal shapes, or is a stack in the file already."""
+# Converters' operations that do to every expert what they do to all: those that only merge, move and transpose.
+_EXPERT_BY_EXPERT = ("MergeModulelist", "Concatenate", "Interleave", "Transpose")
+
+
+def _by_expert(group: WeightGroup, folder: SafetensorsFolder, experts: dict[str, ExpertTensor]) -> str | None:
+    """Whether the group can be read for one expert at a time."""
     if group.first_target not in experts:
         return None
     count = experts[group.first_target].shape[0]
-    if group.converter is None:
-        return count
-    from transformers.core_model_loading import MergeModulelist
+    operations = getattr(group.converter, "operations", [])
+    kinds = [type(operation).__name__ for operation in operations]
+    if any(kind not in _EXPERT_BY_EXPERT for kind in kinds) or any(getattr(each, "dim", 1) == 0 for each in operations[1:]):
+        return None
+    shapes = [[folder.tensors[name].shape for name in names] for names in group.sources.values()]
+    if kinds[:1] == ["MergeModulelist"]:
+        listed = operations[0].dim == 0 and all(len(some) == count and len(set(some)) == 1 for some in shapes)
+        return "listed" if listed else None
+    along_experts = any(getattr(each, "dim", 1) == 0 or 0 in (getattr(each, "dim0", 1), getattr(each, "dim1", 1)) for each in operations)
+    stacked = "MergeModulelist" not in kinds and all(len(some) == 1 and some[0][:1] == (count,) for some in shapes)
+    return "stacked" if stacked and not along_experts else None
 
-    merge = group.converter.operations[0]
-    one_by_one = isinstance(merge, MergeModulelist) and merge.dim == 0
-    alike = all(
-        len(names) == count and len({folder.tensors[name].shape for name in names}) == 1 for names in group.sources.values()
-    )
-    return count if one_by_one and alike else None
 
-
-def _trial(group: WeightGroup, model, folder: SafetensorsFolder, by_expert: int | None) -> dict[str, torch.Tensor]:
+def _trial(group: WeightGroup, folder: SafetensorsFolder, model: WholeModel) -> dict[str, torch.Tensor]:
     """Convert tensors without data, of one expert where that will be the way."""
     tensors: dict[str, list[torch.Tensor]] = {}
     for pattern, names in group.sources.items():
         for name in names:
             stored = folder.tensors[name]
             if stored.dtype is None:
-                raise ModelError(f"tensor {name!r} of {stored.path} is stored as {stored.stored}: quantized weights cannot be streamed. Convert them first")
-        used = names[:1] if by_expert is not None else names
-        tensors[pattern] = [torch.empty(folder.tensors[name].shape, dtype=folder.tensors[name].dtype, device="meta") for name in used]
-    if by_expert is not None and group.converter is None:
-        tensors = {pattern: [value[:1] for value in values] for pattern, values in tensors.items()}
+                raise ModelError(
+                    f"tensor {name!r} of {stored.path} is stored as {stored.stored}: quantized weights cannot be streamed. Convert them first"
+                )
+        values = [torch.empty(folder.tensors[name].shape, dtype=folder.tensors[name].dtype, device="meta") for name in names]
+        if group.by_expert == "listed":
+            values = values[:1]
+        elif group.by_expert == "stacked":
+            values = [value[:1] for value in values]
+        tensors[pattern] = values
     try:
         return group.convert(tensors, model)
     except Exception as error:  # a converter's own, of any kind

@@ -49,7 +49,7 @@ def stream_weights(model: nn.Module, plan: WeightPlan, partition: PartitionPlan,
 
 class _Stream:
     def __init__(self, model, plan: WeightPlan, partition: PartitionPlan, handles: FoldingGroupHandles, device) -> None:
-        self.model, self.folder, self.handles, self.device = model, plan.folder, handles, device
+        self.plan, self.handles, self.device = plan, handles, device
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self.cut_vectors = set(partition.cut_parameters)
         self.experts: dict[torch.Tensor, tuple[AutoEPMoELayer, ExpertTensor]] = {}
@@ -67,8 +67,7 @@ class _Stream:
         if group.by_expert is not None:
             self._load_experts(group)
         else:
-            tensors = {pattern: [self.folder.read(name) for name in names] for pattern, names in group.sources.items()}
-            for name, value in group.convert(tensors, self.model).items():
+            for name, value in self.plan.convert(group).items():
                 self._store(name, value)
 
     def _load_experts(self, group: WeightGroup) -> None:
@@ -77,11 +76,7 @@ class _Stream:
         shard = module.autoep.shard
         parts = {name: self._empty(self.tensors[name]) for name in group.targets}
         for place, expert in enumerate(range(shard.first, shard.last)):
-            if group.converter is None:
-                tensors = {pattern: [self.folder.read(name, expert) for name in names] for pattern, names in group.sources.items()}
-            else:
-                tensors = {pattern: [self.folder.read(names[expert])] for pattern, names in group.sources.items()}
-            for name, value in group.convert(tensors, self.model).items():
+            for name, value in self.plan.convert(group, expert).items():
                 parts[name][place : place + 1].copy_(self._of_one_expert(name, value))
         for name, part in parts.items():
             _fill(self.tensors[name], part)

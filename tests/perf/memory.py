@@ -65,7 +65,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _storages(structure):
-    return [leaf.untyped_storage() for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+    return [leaf.untyped_storage() for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
 
 
 def tensor_bytes(tensors) -> int:

@@ -119,7 +119,7 @@ def test_experts_that_ep_does_not_divide():
 BAD_MODELS = {
     "dense": ("ModelError", ["LlamaForCausalLM", "looked in all", "has_gate", "expert_parallel.enabled"]),
     "misshapen": ("ModelError", ["model.layers.1.mlp.experts", "extra", "gate_up_proj"]),
-    "meta": ("UnsupportedError", ["meta device"]),
+    "meta": ("ConfigError", ["meta device", "expert_parallel.initial_weights"]),
     "pipeline": ("UnsupportedError", ["PipelineModule", "plain model"]),
     "ddp": ("UnsupportedError", ["DistributedDataParallel", "plain model"]),
 }

@@ -21,12 +21,13 @@ LAYERS = [
     {"moe", "tensor_parallel"},
     {"ops"},
     {"gradients"},
+    {"weights"},
     {"engine"},
     {"checkpoint"},
     {"cli"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-COMPAT_USERS = {"tensor_parallel", "engine", "checkpoint"}
+COMPAT_USERS = {"tensor_parallel", "weights", "engine", "checkpoint"}
 PRIVATE_DEEPSPEED = {"runtime", "module_inject", "utils", "moe", "checkpoint", "ops"}
 # Pure modules -> what they must not import.
 PURE = {
