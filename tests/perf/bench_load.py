@@ -6,7 +6,7 @@ Writes a Mixtral of about ``--gib`` GiB in fp32 to a temporary folder, in files 
 processes: ``streamed`` builds under ``torch.device("meta")`` and sets ``expert_parallel.initial_weights``; ``whole`` calls
 ``from_pretrained`` on every rank, as without the key. Measured on each rank until ``initialize`` has returned (ZeRO-0, SGD
 without momentum: no optimizer state): the peak of its anonymous memory (RssAnon, sampled each 2 ms, above that before the
-model was built; mapped files are not the process's own), against the bytes of its part and of the largest tensor. The limit
+model was built, after a tiny model went the same way; mapped files are not the process's own), against the bytes of its part and of the largest tensor. The limit
 in time is one plain read of the files by one process.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import os
 import platform
@@ -28,12 +29,12 @@ from tests.perf.report import Report, hardware, load_average, table, today
 WAYS = ("streamed", "whole")
 
 
-def config_of(gib: float):
-    """Half of the elements in experts' gate|up, of eight layers with eight experts; the vocabulary is small beside."""
+def config_of(gib: float, hidden: int = 1024):
+    """Almost all in the experts of eight layers; the vocabulary and attention are small beside."""
     import transformers
 
-    hidden, layers, experts = 1024, 8, 8
-    intermediate = int(gib * 2**30 / 4 / (layers * experts * 3 * hidden)) // 64 * 64
+    layers, experts = 8, 8
+    intermediate = max(1, int(gib * 2**30 / 4 / (layers * experts * 3 * hidden)) // 64) * 64
     return transformers.MixtralConfig(
         vocab_size=8192,
         hidden_size=hidden,
@@ -71,6 +72,29 @@ class AnonymousPeak:
             return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
 
+def build(way: str, folder: str, options):
+    """An engine, in one of the two ways."""
+    import torch
+    import transformers
+
+    import deepspeed_autoep
+
+    expert = {"enabled": True, "autoep_size": options.ep, "expert_tensor_parallel_size": options.etp}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "expert_parallel": expert | ({"initial_weights": folder} if way == "streamed" else {}),
+        "tensor_parallel": {"autotp_size": options.tp},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+    }
+    if way == "streamed":
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return deepspeed_autoep.initialize(model=model, config=config)[0]
+
+
 def load(rank: int, port: int, way: str, folder: str, options, results) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -83,32 +107,19 @@ def load(rank: int, port: int, way: str, folder: str, options, results) -> None:
     import torch
     import transformers
 
-    import deepspeed_autoep
     from tests.perf.memory import tensor_bytes
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     deepspeed.init_distributed("gloo", verbose=False)
-    expert = {"enabled": True, "autoep_size": options.ep, "expert_tensor_parallel_size": options.etp}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "expert_parallel": expert | ({"initial_weights": folder} if way == "streamed" else {}),
-        "tensor_parallel": {"autotp_size": options.tp},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_allow_untested_optimizer": True,
-    }
+    build(way, folder + "/tiny", options).destroy()  # imports, caches and communication buffers
     torch.distributed.barrier()
     with AnonymousPeak() as held:
         start = time.perf_counter()
-        if way == "streamed":
-            with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
-        else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        largest = max(parameter.nbytes for parameter in model.parameters())
-        engine, *_ = deepspeed_autoep.initialize(model=model, config=config)
+        engine = build(way, folder, options)
         seconds = time.perf_counter() - start
     own = tensor_bytes(engine.module.parameters())
+    largest = max(max(math.prod(tensor.shape) for tensor in site.layout.tensors) for site in engine.autoep.sites) * 4
     check = float(sum(parameter.detach().double().sum() for parameter in engine.module.parameters()))
     results.put((rank, {"own": own, "largest": largest, "peak": held.peak, "seconds": seconds, "sum": check}))
     torch.distributed.barrier()
@@ -157,6 +168,7 @@ def main() -> None:
         with contextlib.redirect_stderr(open(os.devnull, "w")):
             model = transformers.MixtralForCausalLM(config_of(options.gib))
             model.save_pretrained(folder, max_shard_size="500MB")
+            transformers.MixtralForCausalLM(config_of(0.001, hidden=64)).save_pretrained(f"{folder}/tiny")
         size = sum(parameter.nbytes for parameter in model.parameters())
         del model
         report = Report(
