@@ -24,6 +24,7 @@ from deepspeed_autoep.config import (
     check_supported,
     parse_folding_config,
 )
+from deepspeed_autoep.engine.dtypes import KeptDtypes, kept_dtypes
 from deepspeed_autoep.engine.engine import AutoEPEngine, EngineSetup
 from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_random_state
 from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
@@ -106,11 +107,14 @@ def initialize(
     if not all(enabled):
         validate_folding_agreement(build_folding_spec(world_size=len(enabled), pp_size=1, tp_size=1, ep_size=1), _flat(loaded))
 
-    spec, sites, plan = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
+    spec, sites, plan, kept = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
     validate_folding_agreement(spec, _flat(loaded) | {"model": _model_digest(model)})
     for note in folding.notes:
         if dist.get_rank() == 0:
             logger.warning(note)
+
+    if kept is not None and kept.fp32 and dist.get_rank() == 0:
+        logger.warning("the model is %s already: %d trainable parameters stay fp32, first %r", kept.low, len(kept.fp32), kept.fp32[0])
 
     handles = create_folding_groups(spec)
     device = torch.device(get_accelerator().current_device_name())
@@ -122,7 +126,7 @@ def initialize(
     engine_config = _engine_config(loaded, folding, plan)
     binding, engine_mpu = compat.bind_groups(handles)
     zero = loaded.get("zero_optimization", {})
-    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)))
+    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)), kept)
     try:
         engine = _build(
             setup,
@@ -191,7 +195,7 @@ def _without_config(args):
 
 def _decide(
     loaded: dict, folding: FoldingConfig, model, mpu, mesh_param
-) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan]:
+) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan, KeptDtypes | None]:
     """Every check that needs one rank only. No collective, nothing changed."""
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -221,12 +225,13 @@ def _decide(
     on_meta = next((name for name, tensor in model.named_parameters() if tensor.device.type == "meta"), None)
     if on_meta is not None:
         raise UnsupportedError(f"parameter {on_meta!r} is on the meta device: materialise the model before initialize")
+    kept = kept_dtypes(model, loaded)
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
-    return spec, sites, plan
+    return spec, sites, plan, kept
 
 
 def _engine_config(loaded: dict, folding: FoldingConfig, plan: PartitionPlan) -> dict:
@@ -263,6 +268,7 @@ def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _model_digest(model: torch.nn.Module) -> str:
-    """Names, shapes and dtypes of the parameters: ranks with different models would meet in mismatched collectives."""
+    """Names, shapes and dtypes of the parameters and buffers: ranks with different models would meet in mismatched collectives."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     return f"{type(model).__name__} {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
