@@ -309,7 +309,7 @@ def low_precision_block(config: Mapping) -> str | None:
     """
     for name in ("bf16" if config.get("bf16") is not None else "bfloat16", "fp16"):
         enabled = _block(config, name).get("enabled", False)
-        if not isinstance(enabled, bool):
+        if enabled not in (True, False):
             raise ConfigError(f"{name}.enabled={enabled!r}: legal are true and false")
         if enabled:
             return name
