@@ -25,6 +25,9 @@ from deepspeed.module_inject.layers import GatherFromTensorParallelRegion, Linea
 
 # Which of the wrappers an engine built, so that the matching subclass takes its place; exact types only. (0.19.8)
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+# What an optimizer of a mixed model needs and DeepSpeed did not make for it: the loss scaler of a low-precision dtype. (0.19.8)
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler as _CreateLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 # Parses tensor_parallel, its presets included, into layer specs. (0.19.8)
@@ -36,8 +39,9 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config, merge_t
 # initialize() leaves a zero.Init context while it builds an engine. (0.19.8)
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 
-# GradPartitionBufferGroup: a partition's gradients that are one flat buffer already, which step() then takes as it is. (0.19.8)
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+# GradPartitionBufferGroup: a partition's gradients that are one flat buffer already, which step() then takes as it is.
+# IPGBucket: a bucket of gradients, one for each dtype they are reduced in. (0.19.8)
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup, IPGBucket
 
 # Process-global group registry that the engine, AutoTP and ZeRO read while they are built. (0.19.8)
 from deepspeed.utils import groups as _groups
@@ -54,6 +58,7 @@ __all__ = [
     "GatherFromTensorParallelRegion",
     "GradPartitionBufferGroup",
     "GroupBinding",
+    "IPGBucket",
     "LinearLayer",
     "ReplacementSourceMap",
     "TensorParallel_Layer",
@@ -61,6 +66,7 @@ __all__ = [
     "configure_python_gc",
     "hf_tp_plan",
     "load_ds_config",
+    "make_loss_scaler",
     "merge_tp_model_init_into_config",
     "restore_init_context",
     "set_optimizer_flags",
@@ -152,6 +158,16 @@ def without_debug_names(model):
     debug_clear_module_and_param_names()
     yield
     debug_extract_module_and_param_names(model)
+
+
+def make_loss_scaler(engine, dtype):
+    """The loss scaler that DeepSpeed gives a ZeRO optimizer whose parameters are of ``dtype``."""
+    return _CreateLossScaler(
+        dtype=dtype,
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
 
 
 def training_autotp() -> None:

@@ -8,7 +8,7 @@ Unknown keys are an error that names the nearest legal one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -153,7 +153,7 @@ def _unknown_key(path: str, key: str, legal: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown key {path + key!r}: {hint}")
 
 
-def _block(config: dict, name: str) -> dict:
+def _block(config: Mapping, name: str) -> dict:
     """A nested object of the configuration; absent and null are empty, as in DeepSpeed."""
     block = config.get(name)
     if block is None:
@@ -305,6 +305,20 @@ def check_supported(config: dict) -> None:
         if config.get(key) and _enabled(config[key]):
             refuse(key, config[key], "use bf16 or fp16 instead" if key in ("amp", "torch_autocast") else "remove it")
     check_optimizer(str(_block(config, "optimizer").get("type", "")))
+
+
+def low_precision_block(config: Mapping) -> str | None:
+    """Name of the enabled block for half precision, or None. As DeepSpeed, reads ``bfloat16`` where ``bf16`` is absent.
+
+    Raises :class:`ConfigError`.
+    """
+    for name in ("bf16" if config.get("bf16") is not None else "bfloat16", "fp16"):
+        enabled = _block(config, name).get("enabled", False)
+        if enabled not in (True, False):
+            raise ConfigError(f"{name}.enabled={enabled!r}: legal are true and false")
+        if enabled:
+            return name
+    return None
 
 
 def check_optimizer(name: str) -> None:

@@ -19,6 +19,7 @@ from deepspeed_autoep import compat
 from deepspeed_autoep.config import FoldingConfig, check_optimizer
 from deepspeed_autoep.engine.column_inputs import share_column_inputs
 from deepspeed_autoep.engine.dense_extras import apply_dense_extras, whole_sizes
+from deepspeed_autoep.engine.dtypes import KeptDtypes
 from deepspeed_autoep.engine.half import fold_half_optimizer, is_half_wrapper, loss_scale_of, without_trial_step
 from deepspeed_autoep.engine.param_groups import (
     ORIGIN_KEY,
@@ -29,6 +30,7 @@ from deepspeed_autoep.engine.param_groups import (
 )
 from deepspeed_autoep.engine.replicas import differing_tensors, first_uneven_parameter
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer, fold_zero_optimizer
+from deepspeed_autoep.engine.zero_dtypes import MixedPrecision
 from deepspeed_autoep.errors import ConfigError, RankMismatchError, UnsupportedError
 from deepspeed_autoep.folding.families import (
     FAMILY_RULES,
@@ -72,6 +74,7 @@ class EngineSetup:
     binding: compat.GroupBinding
     contiguous_gradients: bool
     weights: WeightPlan | None  # of a model on the meta device
+    kept: KeptDtypes | None = None
 
 
 class AutoEPEngine(DeepSpeedEngine):
@@ -137,6 +140,14 @@ class AutoEPEngine(DeepSpeedEngine):
                 f"{differing[0][0]!r}: give every rank the same files"
             )
 
+    def _cast_module_mixed_precision(self, param_dtype, buffer_dtype, is_zero_init_model, keep_pattern=None):
+        """A mixed model keeps its dtypes. Buffers are cast as the configuration says, where it names them."""
+        if self.autoep.kept is not None:
+            param_dtype = None
+            if not isinstance(self._config.keep_in_fp32_modules, list):
+                keep_pattern = None
+        super()._cast_module_mixed_precision(param_dtype, buffer_dtype, is_zero_init_model, keep_pattern)
+
     def _configure_optimizer(self, client_optimizer, model_parameters):
         names = self.autoep.handles.expert_group_names()
         if isinstance(client_optimizer, torch.optim.Optimizer):
@@ -161,6 +172,7 @@ class AutoEPEngine(DeepSpeedEngine):
             replicated=expert.replicated_gradient_sync,
             verify_interval=expert.replicated_gradient_verify_interval,
             parameter_norm=expert.parameter_norm,
+            computed_in=None if self.autoep.kept is None else self.autoep.kept.low,
         )
         place = expert.tp_gradient_correction
         if isinstance(self.optimizer, torch.optim.Optimizer) or is_half_wrapper(self.optimizer):
@@ -174,7 +186,11 @@ class AutoEPEngine(DeepSpeedEngine):
         else:
             if place != "partition":
                 place = self._place_of_correction(place)
-            fold_zero_optimizer(self.optimizer, self.autoep_sync, place, self.autoep.contiguous_gradients)
+            fold_zero_optimizer(self.optimizer, self.autoep_sync, place, self.autoep.contiguous_gradients, self._mixed_precision())
+
+    def _mixed_precision(self) -> MixedPrecision | None:
+        kept = self.autoep.kept
+        return MixedPrecision(kept.low, compat.make_loss_scaler(self, kept.low)) if kept is not None and kept.fp32 else None
 
     def _note_groups(self, groups: list[dict]) -> None:
         for group in groups:
@@ -287,6 +303,17 @@ class AutoEPEngine(DeepSpeedEngine):
         self._autoep_bucket_elements = elements_per_buffer
 
     _autoep_bucket_elements = 500000000
+
+    def allreduce_bucket(self, bucket, dp_group, dp_world_size=None):
+        """DeepSpeed reduces in one dtype; fp32 gradients of a mixed model in theirs."""
+        if self.autoep.kept is None or bucket[0].dtype != torch.float32:
+            return super().allreduce_bucket(bucket, dp_group, dp_world_size)
+        configured = self._config.communication_data_type
+        self.communication_data_type = torch.float32
+        try:
+            return super().allreduce_bucket(bucket, dp_group, dp_world_size)
+        finally:
+            self.communication_data_type = configured
 
     def get_gradient_statistics(self) -> GradientStatistics | None:
         """Of the last step's gradient, before clipping and without the loss scale; the same on every rank. None before it."""

@@ -33,7 +33,7 @@ class _FoldedHalfOptimizer:
             for parameter in group
             if parameter.grad is not None
         ]
-        scale = self.loss_scale  # the one the backward pass used: it may change only after this step
+        scale = loss_scale_of(self)  # the one the backward pass used: it may change only after this step
         masters = list(self._autoep_masters()) if sync.parameter_norm else None
         self.overflow = not sync.finish(gradients, masters, scale).is_finite
         if self.overflow:
@@ -115,7 +115,8 @@ def is_half_wrapper(optimizer) -> bool:
 
 def loss_scale_of(optimizer) -> float:
     """Factor by which the loss must be scaled before backward; DeepSpeed 0.19.8 forgets it under ZeRO-0."""
-    return optimizer.loss_scale if isinstance(optimizer, _FoldedHalfOptimizer) else 1.0
+    scale = optimizer.loss_scale if isinstance(optimizer, _FoldedHalfOptimizer) else 1.0
+    return 1.0 if scale is None else scale  # None: the flat wrapper in bf16
 
 
 def fold_half_optimizer(optimizer, sync: GradientSync) -> None:

@@ -24,6 +24,7 @@ from deepspeed_autoep.config import (
     check_supported,
     parse_folding_config,
 )
+from deepspeed_autoep.engine.dtypes import KeptDtypes, kept_dtypes
 from deepspeed_autoep.engine.engine import AutoEPEngine, EngineSetup
 from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_random_state
 from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
@@ -109,12 +110,15 @@ def initialize(
     if not all(enabled):
         validate_folding_agreement(build_folding_spec(world_size=len(enabled), pp_size=1, tp_size=1, ep_size=1), _flat(loaded))
 
-    spec, sites, plan, weights = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
+    spec, sites, plan, weights, kept = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
     digests = {"model": _model_digest(model), "weights": weights.folder.digest() if weights else None}
     validate_folding_agreement(spec, _flat(loaded) | digests)
     for note in folding.notes:
         if dist.get_rank() == 0:
             logger.warning(note)
+
+    if kept is not None and kept.fp32 and dist.get_rank() == 0:
+        logger.warning("the model is %s already: %d trainable parameters stay fp32, first %r", kept.low, len(kept.fp32), kept.fp32[0])
 
     handles = create_folding_groups(spec)
     device = torch.device(get_accelerator().current_device_name())
@@ -136,7 +140,7 @@ def initialize(
     engine_config = _engine_config(loaded, folding, plan)
     binding, engine_mpu = compat.bind_groups(handles)
     zero = loaded.get("zero_optimization", {})
-    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)), weights)
+    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)), weights, kept)
     try:
         engine = _build(
             setup,
@@ -205,7 +209,7 @@ def _without_config(args):
 
 def _decide(
     loaded: dict, folding: FoldingConfig, model, mpu, mesh_param
-) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan, WeightPlan | None]:
+) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan, WeightPlan | None, KeptDtypes | None]:
     """Every check that needs one rank only. No collective, nothing changed."""
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -232,12 +236,13 @@ def _decide(
 
     if any(getattr(module, "_is_autoep_layer", False) for module in model.modules()):
         raise ModelError("the model is folded already: build a fresh one for another engine")
+    kept = kept_dtypes(model, loaded)
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
-    return spec, sites, plan, _plan_weights(model, sites, folding.expert.initial_weights)
+    return spec, sites, plan, _plan_weights(model, sites, folding.expert.initial_weights), kept
 
 
 def _plan_weights(model: torch.nn.Module, sites: list[ExpertsSite], source: str | None) -> WeightPlan | None:
@@ -290,6 +295,7 @@ def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _model_digest(model: torch.nn.Module) -> str:
-    """Names, shapes and dtypes of the parameters: ranks with different models would meet in mismatched collectives."""
+    """Names, shapes and dtypes of the parameters and buffers: ranks with different models would meet in mismatched collectives."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     return f"{type(model).__name__} {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"

@@ -1,7 +1,8 @@
 """Split optimizer parameter groups by where their gradients are reduced, keeping order and every option.
 
 ZeRO partitions a group over one process group, so experts (EDP) need groups of their own; and replicated parameters
-get theirs so that their partitions line up over the lanes of a TP group, whatever the sizes of the TP shards.
+get theirs so that their partitions line up over the lanes of a TP group, whatever the sizes of the TP shards. And it
+flattens a group into one tensor, so a group has one dtype.
 """
 
 from __future__ import annotations
@@ -41,8 +42,13 @@ def _as_list(params) -> list:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
+def _parameter_of(item) -> torch.nn.Parameter:
+    return item[1] if isinstance(item, tuple) else item
+
+
 def split_groups(groups: list[dict], families: Families, expert_group_names: Mapping[str, str]) -> list[dict]:
-    """Split every group: TP shards, replicated, and experts by what they are reduced over (marked as DeepSpeed's MoE groups).
+    """Split every group: TP shards, replicated, and experts by what they are reduced over (marked as DeepSpeed's MoE groups);
+    and each of these by dtype.
 
     ``expert_group_names``: DeepSpeed's name of each group of ranks that an expert's gradient is reduced over.
 
@@ -53,9 +59,8 @@ def split_groups(groups: list[dict], families: Families, expert_group_names: Map
     for origin, group in enumerate(groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         split: dict[str, list] = {kind: [] for kind in ("tp_sharded", "replicated", *expert_group_names)}
-        names: dict[str, list] = {kind: [] for kind in split}
-        for position, item in enumerate(group["params"]):
-            parameter = item[1] if isinstance(item, tuple) else item
+        names = dict(zip(map(_parameter_of, group["params"]), group.get("param_names", ()), strict=False))
+        for parameter in map(_parameter_of, group["params"]):
             info = families.get(parameter)
             if info is None and parameter.requires_grad:
                 raise ModelError(
@@ -63,18 +68,19 @@ def split_groups(groups: list[dict], families: Families, expert_group_names: Map
                     "model does not have: build the optimizer on model.parameters() of the model given to initialize"
                 )
             if info is not None:
-                kind = _kind(info.family)
-                split[kind].append(parameter)
-                names[kind] += group["param_names"][position : position + 1] if "param_names" in group else []
-        for kind, parameters in split.items():
-            if parameters:
+                split[_kind(info.family)].append(parameter)
+        for kind, members in split.items():
+            dtypes = sorted({parameter.dtype for parameter in members}, key=str)
+            for dtype in dtypes:
+                parameters = [parameter for parameter in members if parameter.dtype == dtype]
                 made = {**options, "params": parameters, ORIGIN_KEY: origin}
-                if names[kind]:
-                    made["param_names"] = names[kind]
+                if names:
+                    made["param_names"] = [names[parameter] for parameter in parameters if parameter in names]
                 if kind in expert_group_names:
                     made |= {"moe": True, "name": expert_group_names[kind]}
                 else:
-                    made["name"] = f"{options.get('name', f'group{origin}')}-{kind}"
+                    suffix = f"-{str(dtype).removeprefix('torch.')}" if len(dtypes) > 1 else ""
+                    made["name"] = f"{options.get('name', f'group{origin}')}-{kind}{suffix}"
                 result.append(made)
     return result
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_autoep.compat import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+from deepspeed_autoep.engine.zero_dtypes import MixedDtypeGradients, MixedPrecision
 from deepspeed_autoep.engine.zero_noncontiguous import NoncontiguousReduction
 from deepspeed_autoep.errors import UnsupportedError
 from deepspeed_autoep.gradients.norms import GradientStatistics
@@ -26,7 +27,7 @@ from deepspeed_autoep.gradients.sync import GradientSync
 from deepspeed_autoep.ops import Segments
 
 
-class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
+class FoldedZeroOptimizer(MixedDtypeGradients, NoncontiguousReduction, DeepSpeedZeroOptimizer):
     """Overrides what differs under folding; made by :func:`fold_zero_optimizer`, never constructed."""
 
     autoep_sync: GradientSync
@@ -244,8 +245,17 @@ class FoldedZeroOptimizer(NoncontiguousReduction, DeepSpeedZeroOptimizer):
             self._add_to_grad_partition_buffer(output, gradient)
 
 
-def fold_zero_optimizer(optimizer: DeepSpeedZeroOptimizer, sync: GradientSync, place: str, contiguous_gradients: bool) -> None:
-    """Swap the class of a freshly built ZeRO-1/2 optimizer. Raises :class:`UnsupportedError` for any other type."""
+def fold_zero_optimizer(
+    optimizer: DeepSpeedZeroOptimizer,
+    sync: GradientSync,
+    place: str,
+    contiguous_gradients: bool,
+    mixed: MixedPrecision | None = None,
+) -> None:
+    """Swap the class of a freshly built ZeRO-1/2 optimizer. ``mixed``: where its parameters are of two dtypes.
+
+    Raises :class:`UnsupportedError` for any other type.
+    """
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         raise UnsupportedError(f"optimizer {type(optimizer).__name__} is not supported: legal is ZeRO stage 1 or 2")
     optimizer.__class__ = FoldedZeroOptimizer
@@ -254,3 +264,5 @@ def fold_zero_optimizer(optimizer: DeepSpeedZeroOptimizer, sync: GradientSync, p
     optimizer.check_grad_overflow = True  # skip a non-finite step in every dtype; the statistics know already
     # DeepSpeed asserts true for MoE when it builds ZeRO-2; NoncontiguousReduction makes false right.
     optimizer.contiguous_gradients = contiguous_gradients
+    if mixed is not None:
+        optimizer.autoep_mix(mixed)

@@ -30,18 +30,21 @@ class GradientSync:
         replicated: Literal["average", "verify", "off"] = "average",
         verify_interval: int = 100,
         parameter_norm: bool = False,
+        computed_in: torch.dtype | None = None,
     ) -> None:
+        """``computed_in``: dtype of the backward pass, where it is not each parameter's own."""
         parameters = list(families.values())
         self.handles = handles
         self.families = families
         self.parameter_norm = parameter_norm
+        self.computed_in = computed_in
         self.reducer = TPGradientReducer(handles, parameters, device, synchronize_replicated=replicated == "average")
         self.statistics = StatisticsPass(handles.spec, handles.stage_group, device, parameters, groups)
         verifies = replicated == "verify" and handles.spec.tp_size > 1
         self.verifier = LaneVerifier(parameters, handles, device, verify_interval) if verifies else None
 
     def slice_of(self, tensor: torch.Tensor, parameter: torch.nn.Parameter, shards: int = 1) -> GradientSlice:
-        return GradientSlice(tensor, self.families[parameter], shards, parameter.dtype)
+        return GradientSlice(tensor, self.families[parameter], shards, self.computed_in or parameter.dtype)
 
     def correct(
         self, pieces: Sequence[GradientSlice], flats: Sequence[FlatGradients] = (), leave_factors: bool = False

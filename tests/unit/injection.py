@@ -14,14 +14,19 @@ from tests.unit.training import Case, build_engine
 TOKENS = torch.zeros(1, 1, dtype=torch.int64)
 
 
-def injected_engine(case: Case, gradient: Callable[[str, GradientFamily, torch.Tensor], torch.Tensor | float]):
-    """An engine whose backward pass leaves ``gradient(name, family, parameter)`` in every trainable parameter."""
-    engine = build_engine(case)
+def injected_engine(
+    case: Case, gradient: Callable[[str, GradientFamily, torch.Tensor], torch.Tensor | float | None], model=None
+):
+    """An engine whose backward pass leaves ``gradient(name, family, parameter)`` in every trainable parameter; None: none."""
+    engine = build_engine(case, model)
 
     def forward(**_):
         terms = []
         for parameter, info in engine.autoep_families.items():
-            value = torch.as_tensor(gradient(info.name, info.family, parameter), dtype=parameter.dtype)
+            value = gradient(info.name, info.family, parameter)
+            if value is None:
+                continue
+            value = torch.as_tensor(value, dtype=parameter.dtype)
             terms.append((parameter * value.expand_as(parameter)).sum())
         # A 0-dim bf16/fp16 sum would overflow; its value does not matter, its gradient does.
         return SimpleNamespace(loss=torch.stack([term.float() for term in terms]).sum())
@@ -56,18 +61,18 @@ def snapshot(engine) -> dict[str, torch.Tensor]:
     return {info.name: parameter.detach().clone() for parameter, info in engine.autoep_families.items()}
 
 
-def expected_of_powers(family: GradientFamily, handles) -> float:
-    """Gradient 2**rank on every rank, through the table: written out from the groups' ranks."""
+def expected_of_powers(family: GradientFamily, handles, value: Callable[[int], torch.Tensor | float] = lambda rank: 2.0**rank):
+    """Gradient ``value(rank)`` on every rank, 2**rank unless given, through the table: written out from the groups' ranks."""
     spec, rank = handles.spec, dist.get_rank()
     lanes = {peer: [peer - peer % spec.tp_size + lane for lane in range(spec.tp_size)] for peer in range(spec.world_size)}
     ranks = {"dense_dp": handles.dense_dp_ranks, "edp": handles.edp_ranks, "expert_shared": handles.expert_shared_ranks}
     data = ranks[FAMILY_RULES[family].data_group]
     after_tp = {
-        GradientFamily.TP_SHARDED: lambda peer: 2.0**peer,
-        GradientFamily.REPLICATED: lambda peer: sum(2.0**lane for lane in lanes[peer]) / spec.tp_size,
-        GradientFamily.PARTIAL: lambda peer: sum(2.0**lane for lane in lanes[peer]),
-        GradientFamily.EXPERT: lambda peer: 2.0**peer / spec.tp_size,
-        GradientFamily.EXPERT_SHARED_ETP: lambda peer: 2.0**peer / spec.tp_size,
+        GradientFamily.TP_SHARDED: value,
+        GradientFamily.REPLICATED: lambda peer: sum(value(lane) for lane in lanes[peer]) / spec.tp_size,
+        GradientFamily.PARTIAL: lambda peer: sum(value(lane) for lane in lanes[peer]),
+        GradientFamily.EXPERT: lambda peer: value(peer) / spec.tp_size,
+        GradientFamily.EXPERT_SHARED_ETP: lambda peer: value(peer) / spec.tp_size,
     }[family]
     assert rank in data
     return sum(after_tp(peer) for peer in data) / spec.dp_size
