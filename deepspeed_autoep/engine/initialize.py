@@ -31,6 +31,7 @@ from deepspeed_autoep.folding.groups import collectively, create_folding_groups,
 from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_sizes, find_experts
 from deepspeed_autoep.ops import requested_ops
+from deepspeed_autoep.peft_adapters import check_adapter_kinds, check_expert_adapters, check_trained_copies
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
 
 logger = logging.getLogger("deepspeed_autoep")
@@ -221,10 +222,13 @@ def _decide(
     on_meta = next((name for name, tensor in model.named_parameters() if tensor.device.type == "meta"), None)
     if on_meta is not None:
         raise UnsupportedError(f"parameter {on_meta!r} is on the meta device: materialise the model before initialize")
+    check_trained_copies(model)
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
+    check_expert_adapters(model, sites, spec)
     plan = PartitionPlan()
     if spec.tp_size > 1:
+        check_adapter_kinds(model)
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
     return spec, sites, plan
 
