@@ -90,14 +90,14 @@ def mean_over_data(value: torch.Tensor, engine) -> float:
     return (total / engine.autoep.handles.spec.dp_size).item()
 
 
-def train(case: Case) -> Curve | None:
-    """Train; rank 0 returns the curve with the consolidated state.
+def train(case: Case, model=None) -> Curve | None:
+    """Train the case's model, or the one given; rank 0 returns the curve with the consolidated state.
 
     Options: ``checkpointing`` = reentrant | nonreentrant; ``manual`` = backward passes a step, whose last is declared the
     boundary by hand.
     """
     options = dict(case.options)
-    engine = build_engine(case)
+    engine = build_engine(case, model)
     if "checkpointing" in options:
         engine.module.gradient_checkpointing_enable({"use_reentrant": options["checkpointing"] == "reentrant"})
     accumulation = options.get("manual", engine.gradient_accumulation_steps())
