@@ -9,7 +9,7 @@ import peft
 import torch
 
 from tests.unit.models import Curve, make_model, plain_curve
-from tests.unit.training import Case, finished, train
+from tests.unit.training import Case, train
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -24,21 +24,26 @@ class Lora:
     adapters: tuple = ("default",)
     options: tuple = ()
     base: bool = False  # whether the base trains too
+    injected: bool = False  # into the transformers model, without a PeftModel around it
 
     def __str__(self) -> str:
         modules = self.modules if isinstance(self.modules, str) else "+".join(self.modules)
         names = [modules, *(name.rpartition(".")[2] for name in self.parameters), *(f"{key}={value}" for key, value in self.options)]
-        return "-".join([name for name in names if name] + ["base"] * self.base + list(self.adapters[1:]))
+        return "-".join([name for name in names if name] + ["base"] * self.base + ["injected"] * self.injected + list(self.adapters[1:]))
 
     def config(self) -> peft.LoraConfig:
         modules = self.modules if isinstance(self.modules, str) else list(self.modules)
-        options = {"r": 2, "lora_alpha": 6, **dict(self.options)}
+        options = {key: list(value) if isinstance(value, tuple) else value for key, value in self.options}
+        options = {"r": 2, "lora_alpha": 6, **options}
         return peft.LoraConfig(target_modules=modules, target_parameters=list(self.parameters) or None, **options)
 
 
-def adapt(model, lora: Lora) -> peft.PeftModel:
-    """``model`` as a PeftModel, all adapters active. B starts at zero in PEFT, and A would have no gradient: both are random
+def adapt(model, lora: Lora) -> torch.nn.Module:
+    """``model`` with adapters, all adapters active. B starts at zero in PEFT, and A would have no gradient: both are random
     here, the same in every process."""
+    if lora.injected:
+        fill(peft.inject_adapter_in_model(lora.config(), model))
+        return model
     adapted = peft.get_peft_model(model, lora.config(), adapter_name=lora.adapters[0])
     for name in lora.adapters[1:]:
         adapted.add_adapter(name, lora.config())
@@ -57,7 +62,7 @@ def fill(model) -> None:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
 
 
-def make_lora_model(case: Case, lora: Lora) -> peft.PeftModel:
+def make_lora_model(case: Case, lora: Lora) -> torch.nn.Module:
     return adapt(make_model(case.family, aux=case.aux, **dict(case.overrides)), lora)
 
 
@@ -73,6 +78,3 @@ def lora_reference(family: str, overrides: tuple, optimizer: str, steps: int, sa
 
 def reference_of_lora(case: Case, lora: Lora) -> Curve:
     return lora_reference(case.family, case.overrides, case.optimizer, case.steps, case.samples, case.length, case.clip, lora)
-
-
-__all__ = ["ATTENTION", "EXPERTS", "Lora", "adapt", "fill", "finished", "make_lora_model", "reference_of_lora", "train_lora"]
