@@ -84,15 +84,21 @@ def logical_modules(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
     return modules, wrappers
 
 
-def check_adapter_kinds(model: nn.Module) -> None:
-    """Raise :class:`ModelError` for PEFT methods that change how a model's attention reads its layers: lanes hold some heads only."""
+def check_adapter_kinds(model: nn.Module, tp_size: int) -> None:
+    """Raise :class:`ModelError` for what PEFT does to a model beyond adapting single layers."""
     configs = getattr(model, "peft_config", None) if "peft" in sys.modules else None
     for adapter, config in configs.items() if isinstance(configs, dict) else ():
-        if config.is_prompt_learning or config.is_adaption_prompt:
+        if getattr(config, "ensure_weight_tying", False):
+            raise ModelError(
+                f"PEFT adapter {adapter!r} has ensure_weight_tying=True, by which parameters share their memory: cutting and "
+                "ZeRO would undo that without a word. Legal is False"
+            )
+        # Lanes hold some heads only, and these methods add to the attention of all.
+        if tp_size > 1 and (config.is_prompt_learning or config.is_adaption_prompt):
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ModelError(
-                f"PEFT adapter {adapter!r} is of the kind {kind}, which is not supported with tensor_parallel.autotp_size "
-                "above 1: use LoRA, or set autotp_size to 1"
+                f"PEFT adapter {adapter!r} is of the kind {kind}, which is not supported with tensor_parallel.autotp_size="
+                f"{tp_size}: use LoRA, or set autotp_size to 1"
             )
 
 
@@ -173,21 +179,18 @@ class ExpertAdapter:
         return stack.permute(1, 2, 0).reshape(stack.shape[1], -1).contiguous()
 
 
-def _expert_wrappers(model: nn.Module, site_name: str) -> list[tuple[str, nn.Module]]:
-    """The wrappers around an experts module, inside first."""
-    found, name = [], site_name
-    while name.endswith(_BASE):
-        name = name.removesuffix(_BASE)
-        found.append((name, model.get_submodule(name)))
-    return [(name, wrapper) for name, wrapper in found if is_wrapper(wrapper)]
+def _expert_wrappers(model: nn.Module, site: ExpertsSite) -> list[tuple[str, nn.Module]]:
+    """The wrappers around an experts module, outside first."""
+    return [(name, module) for name, module in model.named_modules() if is_wrapper(module) and unwrapped(module) is site.module]
 
 
-def expert_adapters(model: nn.Module, site_name: str, layout: ExpertLayout) -> list[ExpertAdapter]:
+def expert_adapters(model: nn.Module, site: ExpertsSite) -> list[ExpertAdapter]:
     """Every LoRA matrix on an experts module's weights; shapes are those of the whole module, before and after the cut."""
+    layout = site.layout
     tensors = {tensor.name: tensor for tensor in layout.tensors}
     inputs, outputs = (1, 2) if layout.is_transposed else (2, 1)
     found = []
-    for name, wrapper in _expert_wrappers(model, site_name):
+    for name, wrapper in _expert_wrappers(model, site):
         tensor = tensors[wrapper.parameter_name]
         for adapter in wrapper.lora_A:
             rank = wrapper.r[adapter]
@@ -215,7 +218,7 @@ def check_expert_adapters(model: nn.Module, sites: list[ExpertsSite], spec: Para
     """Raise :class:`ModelError` for adapters on experts that cannot follow their weights' cut."""
     for site in sites:
         weights = [tensor.name for tensor in site.layout.tensors if len(tensor.shape) == 3]
-        for name, wrapper in _expert_wrappers(model, site.name):
+        for name, wrapper in _expert_wrappers(model, site):
             where = f"experts module {name!r}"
             if type(wrapper) is not _class("peft.tuners.lora.layer", "ParamWrapper"):
                 raise ModelError(
@@ -225,7 +228,7 @@ def check_expert_adapters(model: nn.Module, sites: list[ExpertsSite], spec: Para
             if wrapper.parameter_name not in weights:
                 raise ModelError(f"{where} has LoRA on its parameter {wrapper.parameter_name!r}: legal are {weights}")
             _check_param_wrapper(where, wrapper, site.layout, spec)
-        for adapter in expert_adapters(model, site.name, site.layout):
+        for adapter in expert_adapters(model, site):
             _check_shape(adapter, site.layout)
 
 
@@ -260,15 +263,15 @@ def cut_expert_adapters(model: nn.Module, site: ExpertsSite, handles: FoldingGro
     """Cut LoRA's matrices on an experts module to this rank's part, in place, and mark them as its weights are. No collective."""
     spec, layout = handles.spec, site.layout
     shard = ExpertShard.of(layout.num_experts, spec.ep_size, handles.ep_rank, spec.etp_size, handles.etp_rank)
-    for adapter in expert_adapters(model, site.name, layout):
+    for adapter in expert_adapters(model, site):
         parameter = adapter.parameter
-        parameter.data = adapter.flat(cut_expert_tensor(adapter.stacked(layout.num_experts), adapter.tensor, shard)).clone()
+        parameter.data = adapter.flat(cut_expert_tensor(adapter.stacked(layout.num_experts), adapter.tensor, shard))
         parameter.allreduce = False
         parameter.group_name = handles.ep_group_name
         if adapter.tensor.intermediate_dim is None and spec.etp_size > 1:
             mark_expert_shared_over_etp(parameter)
             parameter.group_name = handles.expert_shared_name
-    for _, wrapper in _expert_wrappers(model, site.name):
+    for _, wrapper in _expert_wrappers(model, site):
         wrapper.num_experts = shard.last - shard.first
         for inner in (*wrapper.lora_A.values(), *wrapper.lora_B.values()):
             inner.out_features, inner.in_features = inner.weight.shape

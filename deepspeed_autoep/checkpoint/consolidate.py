@@ -51,7 +51,7 @@ def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, Callable[[], 
             for parameter in module.parameters(recurse=False):
                 found[parameter] = partial(_gather_tp, module, parameter)
     for site in engine.autoep.sites:
-        for adapter in expert_adapters(engine.module, site.name, site.layout):
+        for adapter in expert_adapters(engine.module, site):
             found[adapter.parameter] = partial(_gather_expert_adapter, adapter, engine.autoep.handles)
     for name in engine.autoep.plan.cut_parameters:
         parameter = engine.module.get_parameter(name)

@@ -222,13 +222,13 @@ def _decide(
     on_meta = next((name for name, tensor in model.named_parameters() if tensor.device.type == "meta"), None)
     if on_meta is not None:
         raise UnsupportedError(f"parameter {on_meta!r} is on the meta device: materialise the model before initialize")
+    check_adapter_kinds(model, spec.tp_size)
     check_trained_copies(model)
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
     check_expert_adapters(model, sites, spec)
     plan = PartitionPlan()
     if spec.tp_size > 1:
-        check_adapter_kinds(model)
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
     return spec, sites, plan
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
+from unittest import mock
 
 import peft
 import torch
@@ -41,6 +43,16 @@ class Lora:
 def adapt(model, lora: Lora) -> torch.nn.Module:
     """``model`` with adapters, all adapters active. B starts at zero in PEFT, and A would have no gradient: both are random
     here, the same in every process."""
+    with _names_as_given() if isinstance(lora.modules, str) else contextlib.nullcontext():
+        return _adapt(model, lora)
+
+
+def _names_as_given():
+    """PEFT takes gate_proj and the like for the experts of transformers v4, also where a dense layer has that name."""
+    return mock.patch("peft.utils.transformers_weight_conversion._convert_peft_config_moe", lambda _config, _model: None)
+
+
+def _adapt(model, lora: Lora) -> torch.nn.Module:
     if lora.injected:
         fill(peft.inject_adapter_in_model(lora.config(), model))
         return model

@@ -220,7 +220,7 @@ def test_stacks_of_matrices():
     wrapper = model.get_submodule(re.sub(r"\.base_layer$", "", site.name))
     whole = wrapper.get_delta_weight("default")
     assert whole.shape == site.module.gate_up_proj.shape
-    adapters = {each.tensor.name: each for each in peft_adapters.expert_adapters(model, site.name, site.layout)[:2]}
+    adapters = {each.tensor.name: each for each in peft_adapters.expert_adapters(model, site)[2:]}
     a, b = (adapters[key].stacked(site.layout.num_experts) for key in ("lora_A", "lora_B"))
     assert parameter_error((b @ a).transpose(1, 2) * wrapper.scaling["default"], whole) < 1e-6
     for adapter, stack in zip(adapters.values(), (a, b), strict=True):

@@ -52,7 +52,12 @@ BAD = {
     "prompt tuning": (
         lambda: other(peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
         {},
-        ["'default'", "PROMPT_TUNING", "autotp_size"],
+        ["'default'", "PROMPT_TUNING", "autotp_size=2"],
+    ),
+    "tied adapters": (
+        lambda: lora("lm_head", "embed_tokens", ensure_weight_tying=True, overrides=(("tie_word_embeddings", True),)),
+        {},
+        ["'default'", "ensure_weight_tying=True", "Legal is False"],
     ),
     "copy of experts": (lambda: lora("q_proj", modules_to_save=("experts",)), {}, ["mlp.experts'", "target_parameters"]),
     "biases of experts": (
