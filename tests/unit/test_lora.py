@@ -24,7 +24,7 @@ from tests.unit.models import FAMILIES, make_model
 from tests.unit.pool import run_on
 from tests.unit.test_parity import LOSS_AND_NORM, PARAMETER, _without_verification
 from tests.unit.test_tensor_parallel import with_plan
-from tests.unit.training import Case, build_engine, parameter_error, worst_errors
+from tests.unit.training import Case, build_engine, parameter_error, train, worst_errors
 
 BOTH = Lora(ATTENTION, EXPERTS)
 MLA = Lora(r".*(kv_a_proj_with_mqa|kv_b_proj|o_proj)|.*layers\.0\.mlp\.\w+_proj|.*shared_experts\.\w+_proj", EXPERTS)
@@ -50,6 +50,8 @@ CASES = [
     (Case("qwen3_moe", 4, 4, 2, 0, etp=2), replace(BOTH, injected=True)),
     (Case("qwen3_moe", 4, 2, 2, 1, etp=2), replace(BOTH, base=True)),
     (Case("qwen3_moe", 4, 2, 2, 2, etp=2), replace(BOTH, adapters=("default", "second"))),
+    # One expert a rank, for which PEFT computes its delta as a linear layer's.
+    (Case("mixtral", 4, 2, 4, 1, overrides=(("num_local_experts", 4),)), Lora((), EXPERTS)),
     (Case("gpt_oss", 4, 2, 2, 1, etp=2), BOTH),
     (Case("gpt_oss", 4, 1, 2, 2, etp=2), Lora((), EXPERTS)),
     (Case("gpt_oss", 4, 2, 1, 0, etp=2, expert_config=(("expert_backend", "model"),)), BOTH),
@@ -108,8 +110,6 @@ def test_parity_sees_it_switched_off(what):
 
 
 def train_and_save(case: Case, lora: Lora, folder: str) -> None:
-    from tests.unit.training import train
-
     model = make_lora_model(case, lora)
     curve = train(case, model)
     if dist.get_rank() == 0:
