@@ -57,7 +57,7 @@ setup(
     ],
     extras_require={
         "gpu": ["triton"],  # comes with torch's CUDA wheels
-        "test": ["pytest", "hypothesis", "ruff", "triton"],
+        "test": ["pytest", "hypothesis", "ruff", "triton", "peft"],
         "examples": ["matplotlib", "tqdm"],
     },
     ext_modules=extensions(),

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from deepspeed_autoep import compat
+from deepspeed_autoep import compat, peft_adapters
 from deepspeed_autoep.errors import ModelError
+from deepspeed_autoep.peft_adapters import BASE_WEIGHT, LORA_A_WEIGHT, LORA_B_WEIGHT
 
 # HF style -> how AutoTP cuts the module. "replicated" and "partial" modules stay whole.
 _COLUMN, _COLUMN_GATHER, _PACKED_COLUMN = "column", "column_gather", "packed_column"
@@ -109,8 +111,13 @@ def _check_sizes(name: str, module: nn.Module, cut: str, config, tp_size: int) -
         _check_divisible(name, "the input size", columns, tp_size)
 
 
+# LoRA's matrix beside a cut weight that is cut alike. Beside a gathered output it stays whole, as its own output is.
+_CUT_ADAPTERS = {_COLUMN: LORA_B_WEIGHT, _PACKED_COLUMN: LORA_B_WEIGHT, _ROW: LORA_A_WEIGHT}
+
+
 def _layer_spec(pattern: str, cut: str) -> dict:
-    spec: dict = {"patterns": [plan_regex(pattern, r"\.weight")]}
+    suffixes = [BASE_WEIGHT] + ([_CUT_ADAPTERS[cut]] if cut in _CUT_ADAPTERS else [])
+    spec: dict = {"patterns": [plan_regex(pattern, suffix) for suffix in suffixes]}
     if cut in _WHOLE:
         return spec | {"partition_type": "skip"}
     if cut in (_ROW, _ROW_SPLIT):
@@ -125,14 +132,14 @@ def plan_from_model(model: nn.Module, expert_names: list[str], tp_size: int) -> 
     Raises :class:`ModelError` that names the module and the numbers: no tp_plan, an unknown style, a size or head
     count that ``tp_size`` does not divide.
     """
-    tp_plan = compat.hf_tp_plan(model)
+    tp_plan = compat.hf_tp_plan(peft_adapters.transformers_model(model))
     if not tp_plan:
         raise ModelError(
             f"{type(model).__name__} has no tp_plan, so tensor_parallel.autotp_size={tp_size} does not know how to cut it: "
             "give tensor_parallel.partition_config, or set autotp_size to 1"
         )
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    modules = dict(model.named_modules())
+    modules, wrappers = peft_adapters.logical_modules(model)
     plan = PartitionPlan(derived=True)
     found: dict[str, tuple[str, list[str]]] = {}  # pattern -> how its modules are cut, and their names
     whole_blocks = [pattern for pattern, style in tp_plan.items() if STYLES.get(style.lower()) == _SUMMED_BLOCK]
@@ -146,9 +153,15 @@ def plan_from_model(model: nn.Module, expert_names: list[str], tp_size: int) -> 
         cut = _check_style(style.lower(), f"module {matched[0]!r} (pattern {pattern!r})")
         found[pattern] = cut, matched
 
-    whole = _kept_whole(model, {name: cut for cut, matched in found.values() for name in matched})
+    cuts = {name: cut for cut, matched in found.values() for name in matched}
+    whole = _kept_whole(modules, cuts) | _adapted_and_whole(wrappers, cuts)
     if whole:
-        plan.layer_specs.append({"patterns": [rf"{re.escape(name)}\.weight$" for name in sorted(whole)], "partition_type": "skip"})
+        # With what is inside of them: a pattern without a layer's number may mean names at any depth.
+        patterns = [rf"{re.escape(name)}(?:\..+)?\.weight$" for name in sorted(whole)]
+        plan.layer_specs.append({"patterns": patterns, "partition_type": "skip"})
+    for name, cut in cuts.items():
+        if name in wrappers and name not in whole and cut in (*_CUT_ADAPTERS, _PARTIAL):
+            peft_adapters.require_cuttable(name, wrappers[name], cut)
     for pattern, (cut, matched) in found.items():
         used = [name for name in matched if name not in whole]
         if cut not in _WHOLE:
@@ -163,11 +176,26 @@ def plan_from_model(model: nn.Module, expert_names: list[str], tp_size: int) -> 
             plan.head_patterns.append(pattern.rsplit(".", 1)[-1])
         plan.layer_specs.append(_layer_spec(pattern, cut))
     columns = {name for cut, matched in found.values() if cut == _COLUMN for name in matched} - whole
-    plan.partial_patterns += _forgotten_head_norms(modules, tp_plan, columns)
+    norms = _forgotten_head_norms(modules, tp_plan, columns)
+    for name in norms:
+        if name in wrappers:
+            peft_adapters.require_cuttable(name, wrappers[name], _PARTIAL)
+    plan.partial_patterns += [rf"{re.escape(name)}\.[^.]+$" for name in norms]
     return plan
 
 
-def _kept_whole(model: nn.Module, cuts: dict[str, str]) -> set[str]:
+def _adapted_and_whole(wrappers: dict[str, nn.Module], cuts: dict[str, str]) -> set[str]:
+    """Modules that PEFT wraps and that stay whole, which is exact because their neighbours see whole inputs and outputs: those of
+    which a lane would take its slice of the input, and gathered ones whose adapter cannot be cut (``modules_to_save`` of a head)."""
+    return {
+        name
+        for name, cut in cuts.items()
+        if name in wrappers
+        and (cut == _ROW_SPLIT or (cut == _COLUMN_GATHER and peft_adapters.obstacle_to_cut(wrappers[name]) is not None))
+    } | {name for name, wrapper in wrappers.items() if name not in cuts and not peft_adapters.is_tuner_layer(wrapper)}
+
+
+def _kept_whole(modules: dict[str, nn.Module], cuts: dict[str, str]) -> set[str]:
     """Modules that the plan cuts and that must stay whole on every lane, which is exact and costs memory.
 
     A block is the smallest module around a layer that holds another linear layer: attention, an MLP. Row-parallel layers
@@ -175,7 +203,6 @@ def _kept_whole(model: nn.Module, cuts: dict[str, str]) -> set[str]:
     means a block of another kind (full attention, not linear attention). A block that shares its weights with another
     (an encoder's with a decoder's) would be cut twice.
     """
-    modules = dict(model.named_modules())
     linears: Counter[str] = Counter()  # under each module
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
@@ -220,7 +247,7 @@ _HEAD_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj", "query_layernorm": "q_pro
 
 
 def _forgotten_head_norms(modules: dict[str, nn.Module], tp_plan: dict[str, str], columns: set[str]) -> list[str]:
-    """Parameters of norms with one head's size behind a column-parallel projection that the plan does not mention: each lane
+    """Names of norms with one head's size behind a column-parallel projection that the plan does not mention: each lane
     normalises its own heads, so their gradient is partial. Some plans forget it (Qwen3-VL-MoE, GLM-4-MoE with qk norm)."""
     found = []
     for name, module in modules.items():
@@ -230,7 +257,7 @@ def _forgotten_head_norms(modules: dict[str, nn.Module], tp_plan: dict[str, str]
             continue
         weight = getattr(module, "weight", None)
         if projection in columns and weight is not None and weight.numel() < modules[projection].weight.shape[0]:
-            found += [rf"{re.escape(name)}\.[^.]+$"]
+            found.append(name)
     return found
 
 
@@ -249,9 +276,9 @@ def _rotary_size(name: str, modules: dict[str, nn.Module], config) -> int:
 
 def _is_of_experts(pattern: str, model: nn.Module, expert_names: list[str]) -> bool:
     """Whether a pattern means an experts module or a parameter of one."""
-    names = list(expert_names)
-    for name in expert_names:
-        names += [f"{name}.{parameter}" for parameter, _ in model.get_submodule(name).named_parameters()]
+    names = [peft_adapters.logical_name(name) for name in expert_names]
+    for name, logical in zip(expert_names, list(names), strict=True):
+        names += [f"{logical}.{parameter}" for parameter, _ in model.get_submodule(name).named_parameters()]
     return any(re.match(plan_regex(pattern), name) for name in names)
 
 
@@ -267,13 +294,53 @@ def make_plan(model: nn.Module, expert_names: list[str], tensor_parallel: dict, 
 
 
 def _check_user_specs(model: nn.Module, specs: list[dict], tp_size: int) -> None:
-    """Attention heads must divide whoever wrote the plan: uneven shards die in a mismatched collective."""
+    """Attention heads must divide whoever wrote the plan: uneven shards die in a mismatched collective. And what PEFT added
+    must follow the layers' cuts: a LoRA matrix that does not would give a wrong result, mostly without an error."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     model_type = str(getattr(model.config, "model_type", "")).lower()
-    for name, _ in model.named_parameters():
+
+    def cut_of(name: str) -> dict | None:
         spec = next((spec for spec in specs if _applies(spec, name, model_type)), None)
+        return spec if spec is not None and spec["partition_type"] != "skip" else None
+
+    for name, _ in model.named_parameters():
+        spec = cut_of(name)
         if spec is not None and spec["partition_type"] == "column" and not spec["gather_output"]:
-            _check_heads(name.removesuffix(".weight").removesuffix(".bias"), config, tp_size)
+            _check_heads(peft_adapters.logical_name(name.removesuffix(".weight").removesuffix(".bias")), config, tp_size)
+    for name, wrapper in peft_adapters.logical_modules(model)[1].items():
+        _check_user_specs_of_wrapped(name, wrapper, cut_of)
+
+
+def _check_user_specs_of_wrapped(name: str, wrapper: nn.Module, cut_of: Callable[[str], dict | None]) -> None:
+    if (spec := cut_of(f"{name}.weight")) is not None:
+        peft_adapters.require_cuttable(name, wrapper, spec["partition_type"])
+        raise ModelError(
+            f"a pattern of tensor_parallel.partition_config cuts {name + '.weight'!r}, and PEFT wraps this module: its own weight is "
+            f"{name + '.base_layer.weight'!r}. Legal are patterns that match it, and LoRA's matrices as it is cut"
+        )
+    inside = [f"{name}.{inner}" for inner, _ in wrapper.named_parameters() if inner.endswith("weight")]
+    base = cut_of(f"{name}.base_layer.weight")
+    cut_inside = [inner for inner in inside if cut_of(inner) is not None and inner != f"{name}.base_layer.weight"]
+    if base is None:
+        wanted: list[str] = []
+    else:
+        peft_adapters.require_cuttable(name, wrapper, base["partition_type"])
+        suffix = LORA_A_WEIGHT if base["partition_type"] == "row" else LORA_B_WEIGHT
+        wanted = [] if base["gather_output"] else [inner for inner in inside if re.match(re.escape(name) + suffix + "$", inner)]
+    alike = ("partition_type", "gather_output", "shape", "partition_dim")
+    for inner in sorted({*wanted, *cut_inside}):
+        cut = cut_of(inner)
+        right = base if inner in wanted else None
+        if cut is not right and (cut is None or right is None or any(cut[key] != right[key] for key in alike)):
+            raise ModelError(
+                f"tensor_parallel.partition_config cuts {name + '.base_layer.weight'!r} as {_described(base)} and {inner!r} as "
+                f"{_described(cut)}: legal for the latter is {_described(right)}. LoRA's lora_B is cut as a column-parallel layer "
+                "beside one whose output is not gathered, lora_A as a row-parallel layer beside one, and nothing else of PEFT's"
+            )
+
+
+def _described(spec: dict | None) -> str:
+    return "nothing (whole)" if spec is None else ", ".join(f"{key}={spec[key]!r}" for key in ("partition_type", "gather_output", "shape"))
 
 
 def _applies(spec: dict, parameter_name: str, model_type: str) -> bool:

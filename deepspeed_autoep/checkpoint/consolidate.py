@@ -15,6 +15,7 @@ from deepspeed_autoep.folding.groups import FoldingGroupHandles, all_gather_sing
 from deepspeed_autoep.moe.cutting import join_etp_parts
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
 from deepspeed_autoep.moe.weight_layout import ExpertTensor
+from deepspeed_autoep.peft_adapters import ExpertAdapter, expert_adapters
 
 
 @torch.no_grad()
@@ -22,7 +23,8 @@ def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | N
     """The model's full state dict, on the CPU, on rank 0; None elsewhere. Collective over all ranks.
 
     Keys, shapes and dtypes are those of the model before ``initialize``, so
-    ``engine.module.save_pretrained(folder, state_dict=...)`` on rank 0 writes an ordinary Hugging Face checkpoint.
+    ``engine.module.save_pretrained(folder, state_dict=...)`` on rank 0 writes an ordinary Hugging Face checkpoint, or an
+    ordinary PEFT adapter where the model is a PeftModel.
     Each rank holds one full tensor at a time; rank 0 holds the whole model in CPU memory.
     """
     if not isinstance(engine, AutoEPEngine):
@@ -44,20 +46,29 @@ def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, Callable[[], 
         if isinstance(module, AutoEPMoELayer):
             for tensor in module.autoep.layout.tensors:
                 parameter = getattr(module, tensor.name)
-                found[parameter] = partial(_gather_experts, parameter, tensor, engine.autoep.handles)
+                found[parameter] = partial(_gather_experts, parameter.detach(), tensor, engine.autoep.handles)
         elif isinstance(module, TensorParallel_Layer):
             for parameter in module.parameters(recurse=False):
                 found[parameter] = partial(_gather_tp, module, parameter)
+    for site in engine.autoep.sites:
+        for adapter in expert_adapters(engine.module, site):
+            found[adapter.parameter] = partial(_gather_expert_adapter, adapter, engine.autoep.handles)
     for name in engine.autoep.plan.cut_parameters:
         parameter = engine.module.get_parameter(name)
         found[parameter] = partial(_gather, parameter.detach(), engine.autoep.handles.tp_group)
     return found
 
 
-def _gather_experts(local: torch.nn.Parameter, tensor: ExpertTensor, handles: FoldingGroupHandles) -> torch.Tensor:
+def _gather_experts(local: torch.Tensor, tensor: ExpertTensor, handles: FoldingGroupHandles) -> torch.Tensor:
     """[E / ep, ..., 1/etp of I, ...] -> [E, ..., I, ...]."""
-    whole = join_etp_parts(_gather(local.detach(), handles.etp_group).chunk(handles.spec.etp_size), tensor)
+    whole = join_etp_parts(_gather(local, handles.etp_group).chunk(handles.spec.etp_size), tensor)
     return _gather(whole, handles.ep_group)
+
+
+def _gather_expert_adapter(adapter: ExpertAdapter, handles: FoldingGroupHandles) -> torch.Tensor:
+    """As PEFT stores it: see :class:`ExpertAdapter`."""
+    local = adapter.stacked(adapter.tensor.shape[0] // handles.spec.ep_size)
+    return adapter.flat(_gather_experts(local, adapter.tensor, handles))
 
 
 def _gather(local: torch.Tensor, group) -> torch.Tensor:

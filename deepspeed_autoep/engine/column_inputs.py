@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_autoep.compat import GatherFromTensorParallelRegion, LinearLayer
+from deepspeed_autoep.peft_adapters import is_wrapper, unwrapped
 
 
 class EnterTensorParallelRegion(torch.autograd.Function):
@@ -68,7 +69,10 @@ def share_column_inputs(model: nn.Module, tp_group) -> None:
     if LinearLayer.tp_overlap_comm:
         return
     for parent in model.modules():
-        columns = [child for child in parent.children() if type(child) is LinearLayer]
+        # A layer that PEFT wraps is its grandparent's; LoRA's own matrices read tensors that nobody else does.
+        if is_wrapper(parent) or isinstance(parent, nn.ModuleDict):
+            continue
+        columns = [layer for child in parent.children() if type(layer := unwrapped(child)) is LinearLayer]
         if not columns:
             continue
         entrance = _Entrance(tp_group)

@@ -49,6 +49,7 @@ from deepspeed_autoep.gradients.sync import GradientSync
 from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.layer import convert_experts
+from deepspeed_autoep.peft_adapters import cut_expert_adapters, hidden_weights
 from deepspeed_autoep.tensor_parallel import PartitionPlan
 from deepspeed_autoep.weights.plan import WeightPlan
 from deepspeed_autoep.weights.stream import stream_weights
@@ -96,10 +97,11 @@ class AutoEPEngine(DeepSpeedEngine):
                 backend=self.autoep.config.expert_backend,
                 validate_routing=self.autoep.config.expert.validate_folding_routing,
             )
+            cut_expert_adapters(model, site, self.autoep.handles)
         return compat.ReplacementSourceMap()
 
     def _configure_tensor_parallel(self, model, tp_config):
-        with whole_sizes(model) if self.autoep.plan.derived else contextlib.nullcontext():
+        with whole_sizes(model) if self.autoep.plan.derived else contextlib.nullcontext(), hidden_weights(model):
             sources = super()._configure_tensor_parallel(model, tp_config)
         # DeepSpeed's own sample check raises on the ranks of one TP group only and leaves the others waiting.
         self.first_dataloader_check.remove()

@@ -32,6 +32,7 @@ from deepspeed_autoep.folding.groups import collectively, create_folding_groups,
 from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_sizes, find_experts
 from deepspeed_autoep.ops import requested_ops
+from deepspeed_autoep.peft_adapters import check_adapter_kinds, check_expert_adapters, check_trained_copies
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
 from deepspeed_autoep.weights.files import SafetensorsFolder
 from deepspeed_autoep.weights.plan import WeightPlan, plan_weights
@@ -237,8 +238,11 @@ def _decide(
     if any(getattr(module, "_is_autoep_layer", False) for module in model.modules()):
         raise ModelError("the model is folded already: build a fresh one for another engine")
     kept = kept_dtypes(model, loaded)
+    check_adapter_kinds(model, spec.tp_size)
+    check_trained_copies(model)
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
+    check_expert_adapters(model, sites, spec)
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)

@@ -116,9 +116,14 @@ def reference_curve(
     With an auxiliary loss, which is not linear in the tokens, the loss is the mean over the ``dp`` ranks' shares; else
     one forward of the whole batch (``dp`` = 1).
     """
-    model = make_model(family, aux=aux, **dict(overrides))
+    return plain_curve(make_model(family, aux=aux, **dict(overrides)), optimizer, steps, samples, length, clip, dp)
+
+
+def plain_curve(model, optimizer: str, steps: int, samples: int, length: int, clip: float, dp: int = 1) -> Curve:
+    """See :func:`reference_curve`; frozen parameters stay as they are."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind, options = OPTIMIZERS[optimizer]
-    stepper = kind(model.parameters(), **options)
+    stepper = kind(trainable, **options)
     curve = Curve()
     for batch in make_batches(steps, samples, length):
         stepper.zero_grad()
@@ -127,7 +132,7 @@ def reference_curve(
             loss = model(input_ids=share, labels=share).loss / dp
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        norm = torch.nn.utils.clip_grad_norm_(trainable, clip)
         stepper.step()
         curve.losses.append(total)
         curve.norms.append(norm.item())

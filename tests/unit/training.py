@@ -91,7 +91,7 @@ def mean_over_data(value: torch.Tensor, engine) -> float:
 
 
 def train(case: Case, model=None) -> Curve | None:
-    """Train; rank 0 returns the curve with the consolidated state.
+    """Train the case's model, or the one given; rank 0 returns the curve with the consolidated state.
 
     Options: ``checkpointing`` = reentrant | nonreentrant; ``manual`` = backward passes a step, whose last is declared the
     boundary by hand.
