@@ -45,6 +45,7 @@ from deepspeed_autoep.gradients.norms import GradientStatistics
 from deepspeed_autoep.gradients.slices import ParameterInfo
 from deepspeed_autoep.gradients.sync import GradientSync
 from deepspeed_autoep.moe.discovery import ExpertsSite
+from deepspeed_autoep.moe.interface_check import InterfaceCheck
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.tensor_parallel import PartitionPlan
@@ -112,6 +113,7 @@ class AutoEPEngine(DeepSpeedEngine):
             parameter: ParameterInfo(index, name, resolve_family(parameter, spec, name), group=None)
             for index, (name, parameter) in enumerate(trainable)
         }
+        self._watch_interface(InterfaceCheck(self.autoep.sites))
         self.num_experts = [site.layout.num_experts for site in self.autoep.sites]
         # DeepSpeed asks this to decide on expert groups; without trainable experts there are none.
         self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())
@@ -238,7 +240,18 @@ class AutoEPEngine(DeepSpeedEngine):
         if self._autoep_input_checks or self.autoep.config.expert.validate_folding_routing:
             self._autoep_input_checks = max(0, self._autoep_input_checks - 1)
             self._check_samples(inputs, kwargs)
-        return super().forward(*inputs, **kwargs)
+        if self._autoep_interface_check is None or self.is_compiled:
+            return super().forward(*inputs, **kwargs)
+        with self._autoep_interface_check:
+            output = super().forward(*inputs, **kwargs)
+        if not self._autoep_interface_check.uncalled:
+            self._watch_interface(None)
+        return output
+
+    def _watch_interface(self, check: InterfaceCheck | None) -> None:
+        self._autoep_interface_check = check
+        for site in self.autoep.sites:
+            site.module.autoep_check = check
 
     def _check_samples(self, inputs, kwargs) -> None:
         handles = self.autoep.handles
