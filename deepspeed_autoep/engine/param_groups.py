@@ -107,13 +107,19 @@ def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert
     return [group[ORIGIN_KEY] for group in optimizer.param_groups]
 
 
+# Words in the names of a scheduler's lists that have one entry a group, and of those that have not, whatever their length
+# (milestones): base_lrs, lr_lambdas, max_momentums, base_values against _milestones, lr_decay_steps.
+_BY_GROUP = ("lr", "mom", "lambda", "base", "beta")
+_BY_TIME = ("milestone", "step", "epoch", "schedul", "iter")
+
+
 def split_scheduler(scheduler, origins: list[int], groups: int) -> None:
     """A scheduler built on the user's ``groups`` groups keeps lists with one entry a group: split them alike."""
     for inner in getattr(scheduler, "_schedulers", ()):
         split_scheduler(inner, origins, groups)
-    for name, value in vars(scheduler).items() if hasattr(scheduler, "__dict__") else ():
-        # Of a chain, one entry a scheduler, and one less.
-        if isinstance(value, list) and len(value) == groups and name not in ("_schedulers", "_milestones"):
+    for name, value in getattr(scheduler, "__dict__", {}).items():
+        by_group = any(word in name for word in _BY_GROUP) and not any(word in name for word in _BY_TIME)
+        if by_group and isinstance(value, list) and len(value) == groups:
             setattr(scheduler, name, [value[origin] for origin in origins])
 
 
