@@ -253,6 +253,15 @@ _NOT_EXACT = {
     "onebitadam": "it reduces gradients itself",
     "onebitlamb": "it reduces gradients itself",
     "zerooneadam": "it reduces gradients itself",
+    "lbfgs": "it needs a closure, and products over all parameters",
+    "sparseadam": "it takes sparse gradients only",
+    "lars": "its trust ratio needs the whole tensor, each rank holds a part",
+    "shampoo": "it preconditions whole matrices, each rank holds a part",
+    "soap": "it preconditions whole matrices, each rank holds a part",
+    "galore": "it projects whole matrices, each rank holds a part",
+    "novograd": "its second moment is one of the whole tensor, each rank holds a part",
+    "prodigy": "it estimates its step from all parameters, each rank holds a part",
+    "dadapt": "it estimates its step from all parameters, each rank holds a part",
 }
 
 

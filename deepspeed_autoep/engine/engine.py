@@ -27,8 +27,10 @@ from deepspeed_autoep.engine.param_groups import (
     split_groups,
     split_optimizer,
     split_scheduler,
+    users_groups,
 )
 from deepspeed_autoep.engine.replicas import differing_tensors, first_uneven_parameter
+from deepspeed_autoep.engine.user_optimizer import check_groups, check_optimizer_object, groups_digest, listed, untried
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer, fold_zero_optimizer
 from deepspeed_autoep.engine.zero_dtypes import MixedPrecision
 from deepspeed_autoep.errors import ConfigError, RankMismatchError, UnsupportedError
@@ -42,11 +44,12 @@ from deepspeed_autoep.folding.families import (
     resolve_family,
     set_autoep_folding_gradient_corrected,
 )
-from deepspeed_autoep.folding.groups import FoldingGroupHandles, collectively
+from deepspeed_autoep.folding.groups import FoldingGroupHandles, collectively, validate_folding_agreement
 from deepspeed_autoep.gradients.norms import GradientStatistics
 from deepspeed_autoep.gradients.slices import ParameterInfo
 from deepspeed_autoep.gradients.sync import GradientSync
 from deepspeed_autoep.moe.discovery import ExpertsSite
+from deepspeed_autoep.moe.interface_check import InterfaceCheck
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.peft_adapters import cut_expert_adapters, hidden_weights
@@ -122,6 +125,7 @@ class AutoEPEngine(DeepSpeedEngine):
             parameter: ParameterInfo(index, name, resolve_family(parameter, spec, name), group=None)
             for index, (name, parameter) in enumerate(trainable)
         }
+        self._watch_interface(InterfaceCheck(self.autoep.sites))
         self.num_experts = [site.layout.num_experts for site in self.autoep.sites]
         # DeepSpeed asks this to decide on expert groups; without trainable experts there are none.
         self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())
@@ -151,18 +155,21 @@ class AutoEPEngine(DeepSpeedEngine):
         super()._cast_module_mixed_precision(param_dtype, buffer_dtype, is_zero_init_model, keep_pattern)
 
     def _configure_optimizer(self, client_optimizer, model_parameters):
-        names = self.autoep.handles.expert_group_names()
-        if isinstance(client_optimizer, torch.optim.Optimizer):
-            check_optimizer(type(client_optimizer).__name__)
-            groups = len(client_optimizer.param_groups)
-            origins = split_optimizer(client_optimizer, self.autoep_families, names)
-            split_scheduler(self.client_lr_scheduler, origins)
-            self._note_groups(client_optimizer.param_groups)
+        handles = self.autoep.handles
+        made, users = collectively(lambda: self._users_optimizer(client_optimizer, model_parameters), handles.stage_group)
+        groups = self._autoep_groups = len(users)
+        if made is None:
+            parts = split_groups(users, self.autoep_families, handles.expert_group_names())
         else:
-            own_groups = as_groups(model_parameters)
-            groups, model_parameters = len(own_groups), split_groups(own_groups, self.autoep_families, names)
-            self._note_groups(model_parameters)
-        super()._configure_optimizer(client_optimizer, model_parameters)
+            origins = split_optimizer(made, self.autoep_families, handles.expert_group_names())
+            if not callable(self.client_lr_scheduler):
+                split_scheduler(self.client_lr_scheduler, origins, groups)
+            parts = made.param_groups
+        self._note_groups(parts)
+        names = {parameter: info.name for parameter, info in self.autoep_families.items()}
+        kind = self.optimizer_name() if made is None else type(made).__name__
+        validate_folding_agreement(handles.spec, groups_digest(parts, names, kind), handles.stage_group)
+        super()._configure_optimizer(made, parts)
         check_optimizer(type(self.basic_optimizer).__name__)
 
         expert = self.autoep.config.expert
@@ -194,11 +201,48 @@ class AutoEPEngine(DeepSpeedEngine):
         kept = self.autoep.kept
         return MixedPrecision(kept.low, compat.make_loss_scaler(self, kept.low)) if kept is not None and kept.fp32 else None
 
+    def _users_optimizer(self, client_optimizer, model_parameters) -> tuple[torch.optim.Optimizer | None, list[dict]]:
+        """The client's optimizer, if any (built here by a callable, from what the user gave), and the user's groups. Local."""
+        if client_optimizer is None:
+            groups = as_groups(model_parameters)
+            check_groups(self.module, groups, "model_parameters")
+            return None, groups
+        if not isinstance(client_optimizer, torch.optim.Optimizer):
+            client_optimizer = client_optimizer(model_parameters)
+            check_optimizer_object(self.module, client_optimizer)
+        reason = untried(client_optimizer)
+        if reason is not None and self.global_rank == 0:
+            logger.warning(
+                "optimizer %s must update each element by itself, and this could not be tried: %s", type(client_optimizer).__name__, reason
+            )
+        return client_optimizer, list(client_optimizer.param_groups)
+
     def _note_groups(self, groups: list[dict]) -> None:
-        for group in groups:
-            for parameter in group["params"]:
-                info = self.autoep_families[parameter]
-                self.autoep_families[parameter] = replace(info, group=group[ORIGIN_KEY])
+        """Only what the optimizer holds has a gradient to reduce and counts in the norm, whatever the ZeRO stage."""
+        origin = {parameter: group[ORIGIN_KEY] for group in groups for parameter in group["params"]}
+        missing = [info.name for parameter, info in self.autoep_families.items() if parameter not in origin]
+        if missing and self.global_rank == 0:
+            logger.warning(
+                "%d trainable parameters are in no group of the optimizer and will not be trained: %s. requires_grad_(False) says "
+                "that this is meant",
+                len(missing),
+                listed(missing),
+            )
+        held = [(parameter, info) for parameter, info in self.autoep_families.items() if parameter in origin]
+        self.autoep_families = {
+            parameter: replace(info, index=index, group=origin[parameter]) for index, (parameter, info) in enumerate(held)
+        }
+        self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())
+        self._autoep_trained = [(name, parameter, parameter.requires_grad) for name, parameter in self.module.named_parameters()]
+
+    def _configure_lr_scheduler(self):
+        if self.client_lr_scheduler and not callable(self.client_lr_scheduler):
+            super()._configure_lr_scheduler()  # an object, split with its optimizer
+            return
+        with users_groups(self.basic_optimizer, self._autoep_groups) as origins:
+            collectively(super()._configure_lr_scheduler, self.autoep.handles.stage_group)
+        if self.lr_scheduler is not None:
+            split_scheduler(self.lr_scheduler, origins, self._autoep_groups)
 
     def _place_of_correction(self, wanted: str) -> str:
         """Buckets must be the same on all lanes, so TP shards must be of equal sizes. Collective over the stage."""
@@ -237,7 +281,18 @@ class AutoEPEngine(DeepSpeedEngine):
         if self._autoep_input_checks or self.autoep.config.expert.validate_folding_routing:
             self._autoep_input_checks = max(0, self._autoep_input_checks - 1)
             self._check_samples(inputs, kwargs)
-        return super().forward(*inputs, **kwargs)
+        if self._autoep_interface_check is None or self.is_compiled:
+            return super().forward(*inputs, **kwargs)
+        with self._autoep_interface_check:
+            output = super().forward(*inputs, **kwargs)
+        if not self._autoep_interface_check.uncalled:
+            self._watch_interface(None)
+        return output
+
+    def _watch_interface(self, check: InterfaceCheck | None) -> None:
+        self._autoep_interface_check = check
+        for site in self.autoep.sites:
+            site.module.autoep_check = check
 
     def _check_samples(self, inputs, kwargs) -> None:
         handles = self.autoep.handles
@@ -343,7 +398,24 @@ class AutoEPEngine(DeepSpeedEngine):
         for parameter in parameters:
             set_autoep_folding_gradient_corrected(parameter)
 
+    def _refuse_changed_parameters(self) -> None:
+        """Parameters are placed once: one unfrozen or added later would train in vain or on its own rank only, one frozen later
+        would still be decayed."""
+        for name, parameter, trained in self._autoep_trained:
+            if parameter.requires_grad != trained:
+                raise UnsupportedError(
+                    f"requires_grad of {name!r} is {parameter.requires_grad} and was {trained} at initialize: the optimizer's "
+                    "parameters are chosen there. Set it before; a group with lr 0 and weight_decay 0 can be trained later"
+                )
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            held = sum(len(group["params"]) for group in self.optimizer.param_groups)
+            if held != len(self.autoep_families):
+                raise UnsupportedError(
+                    f"the optimizer holds {held} parameters and had {len(self.autoep_families)} at initialize: give all groups there"
+                )
+
     def _take_model_step(self, lr_kwargs):
+        self._refuse_changed_parameters()
         if not isinstance(self.optimizer, FoldedZeroOptimizer):
             self._reduce_whole_gradients()
         if isinstance(self.optimizer, torch.optim.Optimizer):

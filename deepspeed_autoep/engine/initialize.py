@@ -27,6 +27,7 @@ from deepspeed_autoep.config import (
 from deepspeed_autoep.engine.dtypes import KeptDtypes, kept_dtypes
 from deepspeed_autoep.engine.engine import AutoEPEngine, EngineSetup
 from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_random_state
+from deepspeed_autoep.engine.user_optimizer import check_user_optimizer, listed_parameters
 from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, create_folding_groups, validate_folding_agreement
 from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
@@ -111,7 +112,13 @@ def initialize(
     if not all(enabled):
         validate_folding_agreement(build_folding_spec(world_size=len(enabled), pp_size=1, tp_size=1, ep_size=1), _flat(loaded))
 
-    spec, sites, plan, weights, kept = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param))
+    def decide():
+        decided = _decide(loaded, folding, model, mpu, mesh_param)
+        given = listed_parameters(model_parameters)  # a generator is read once
+        check_user_optimizer(model, optimizer, given, lr_scheduler)
+        return *decided, given
+
+    spec, sites, plan, weights, kept, model_parameters = collectively(decide)
     digests = {"model": _model_digest(model), "weights": weights.folder.digest() if weights else None}
     validate_folding_agreement(spec, _flat(loaded) | digests)
     for note in folding.notes:

@@ -7,6 +7,7 @@ flattens a group into one tensor, so a group has one dtype.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -30,20 +31,39 @@ def _kind(family: GradientFamily) -> str:
 def as_groups(model_parameters: Iterable) -> list[dict]:
     """Parameters or parameter groups, as ``torch.optim`` takes them -> list of groups (copied, tensors shared).
 
-    As there, items may be tensors, ``(name, tensor)`` pairs or dictionaries.
+    As there, items may be tensors, ``(name, tensor)`` pairs or dictionaries. Raises :class:`ModelError` for anything else.
     """
-    items = list(model_parameters)
-    if items and isinstance(items[0], dict):
-        return [{**group, "params": _as_list(group["params"])} for group in items]
-    return [{"params": items}] if items else []
+    items = as_list(model_parameters)
+    if not any(isinstance(item, dict) for item in items):
+        items = [{"params": items}] if items else []
+    groups = []
+    for origin, item in enumerate(items):
+        if not isinstance(item, dict) or "params" not in item:
+            raise ModelError(
+                f"model_parameters[{origin}] is no parameter group (a dictionary with 'params'), got {type(item).__name__}: legal are "
+                "tensors, (name, tensor) pairs, or parameter groups only"
+            )
+        groups.append(_named_apart({**item, "params": as_list(item["params"])}, origin))
+    return groups
 
 
-def _as_list(params) -> list:
+def as_list(params) -> list:
+    if isinstance(params, set | frozenset):
+        raise ModelError("model_parameters holds a set, whose order differs between ranks: give a list")
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def _parameter_of(item) -> torch.nn.Parameter:
-    return item[1] if isinstance(item, tuple) else item
+def _named_apart(group: dict, origin: int) -> dict:
+    """``(name, tensor)`` pairs apart, as ``torch.optim`` keeps them."""
+    pairs = [item for item in group["params"] if isinstance(item, tuple)]
+    if pairs:
+        if len(pairs) != len(group["params"]):
+            raise ModelError(f"model_parameters: parameter group {origin} has names for {len(pairs)} of {len(group['params'])} parameters")
+        group |= {"params": [tensor for _, tensor in pairs], "param_names": [name for name, _ in pairs]}
+    for position, tensor in enumerate(group["params"]):
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"model_parameters: item {position} of parameter group {origin} is a {type(tensor).__name__}, not a tensor")
+    return group
 
 
 def split_groups(groups: list[dict], families: Families, expert_group_names: Mapping[str, str]) -> list[dict]:
@@ -53,27 +73,23 @@ def split_groups(groups: list[dict], families: Families, expert_group_names: Map
     ``expert_group_names``: DeepSpeed's name of each group of ranks that an expert's gradient is reduced over.
 
     Frozen parameters leave the groups (they have no gradient rule); a group without trainable parameters goes.
-    Raises :class:`ModelError` for parameters that the model does not have: they would train in vain.
     """
     result: list[dict] = []
     for origin, group in enumerate(groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         split: dict[str, list] = {kind: [] for kind in ("tp_sharded", "replicated", *expert_group_names)}
-        names = dict(zip(map(_parameter_of, group["params"]), group.get("param_names", ()), strict=False))
-        for parameter in map(_parameter_of, group["params"]):
+        names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+        for parameter in group["params"]:
             info = families.get(parameter)
-            if info is None and parameter.requires_grad:
-                raise ModelError(
-                    f"the optimizer's parameter group {origin} holds a parameter of shape {list(parameter.shape)} that the "
-                    "model does not have: build the optimizer on model.parameters() of the model given to initialize"
-                )
             if info is not None:
                 split[_kind(info.family)].append(parameter)
         for kind, members in split.items():
             dtypes = sorted({parameter.dtype for parameter in members}, key=str)
             for dtype in dtypes:
                 parameters = [parameter for parameter in members if parameter.dtype == dtype]
-                made = {**options, "params": parameters, ORIGIN_KEY: origin}
+                # A tensor (a learning rate) is written to in place.
+                own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+                made = {**own, "params": parameters, ORIGIN_KEY: origin}
                 if names:
                     made["param_names"] = [names[parameter] for parameter in parameters if parameter in names]
                 if kind in expert_group_names:
@@ -90,22 +106,41 @@ def split_optimizer(optimizer: torch.optim.Optimizer, families: Families, expert
 
     Returns, for each new group, the position of the group that it came from.
     """
-    if any(state for state in optimizer.state.values()):
-        raise ModelError(
-            "the client optimizer has state already (from steps that it took): its shapes are the whole model's. Pass a fresh "
-            "optimizer, or declare it in the DeepSpeed configuration"
-        )
     optimizer.param_groups[:] = split_groups(optimizer.param_groups, families, expert_group_names)
     return [group[ORIGIN_KEY] for group in optimizer.param_groups]
 
 
-def split_scheduler(scheduler, origins: list[int]) -> None:
-    """A torch scheduler built on the client's optimizer keeps lists with one entry a group: split them alike."""
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        return
+# Words in the names of a scheduler's lists that have one entry a group, and of those that have not, whatever their length
+# (milestones): base_lrs, lr_lambdas, max_momentums, base_values against _milestones, lr_decay_steps.
+_BY_GROUP = ("lr", "mom", "lambda", "base", "beta")
+_BY_TIME = ("milestone", "step", "epoch", "schedul", "iter")
+
+
+def split_scheduler(scheduler, origins: list[int], groups: int) -> None:
+    """A scheduler built on the user's ``groups`` groups keeps lists with one entry a group: split them alike."""
     for inner in getattr(scheduler, "_schedulers", ()):
-        split_scheduler(inner, origins)
-    before = len(getattr(scheduler, "base_lrs", ()))
-    for name, value in vars(scheduler).items():
-        if isinstance(value, list) and name != "_schedulers" and len(value) == before > 0:
+        split_scheduler(inner, origins, groups)
+    for name, value in getattr(scheduler, "__dict__", {}).items():
+        by_group = any(word in name for word in _BY_GROUP) and not any(word in name for word in _BY_TIME)
+        if by_group and isinstance(value, list) and len(value) == groups:
             setattr(scheduler, name, [value[origin] for origin in origins])
+
+
+# What a split group has for itself; all else it shares with its siblings.
+_OF_ONE_PART = ("params", "param_names", "name", "moe")
+
+
+@contextlib.contextmanager
+def users_groups(optimizer: torch.optim.Optimizer, groups: int):
+    """Shows the optimizer with the user's ``groups`` groups, for a scheduler that is built on it: one learning rate, one
+    function each. What it writes to a group goes to all parts. Gives, for each part, the group that it came from."""
+    parts = list(optimizer.param_groups)
+    first = {part[ORIGIN_KEY]: part for part in reversed(parts)}
+    optimizer.param_groups[:] = [first.get(origin) or {**optimizer.defaults, "params": []} for origin in range(groups)]
+    try:
+        yield [part[ORIGIN_KEY] for part in parts]
+    finally:
+        optimizer.param_groups[:] = parts
+        for part in parts:
+            shared = {key: value for key, value in first[part[ORIGIN_KEY]].items() if key not in _OF_ONE_PART}
+            part.update({key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in shared.items()})

@@ -8,6 +8,7 @@ model's own.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from deepspeed_autoep.moe.cutting import cut_expert_tensor
 from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.dispatch import TokenDispatcher
 from deepspeed_autoep.moe.experts import RowCounts, finish_rows, run_experts
+from deepspeed_autoep.moe.interface_check import InterfaceCheck
 from deepspeed_autoep.moe.lane_check import assert_lanes_agree
 from deepspeed_autoep.moe.weight_layout import POST_EXPERT_NORM, ExpertLayout, ExpertShard
 
@@ -43,6 +45,7 @@ class AutoEPMoELayer(nn.Module):
     _is_autoep_layer = True
     autoep: LayerContext
     autoep_dispatcher: TokenDispatcher
+    autoep_check: InterfaceCheck | None = None  # in the first forwards
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden_states [..., H], top_k_index [T, K] global experts, top_k_weights [T, K] -> as hidden_states.
@@ -64,7 +67,8 @@ class AutoEPMoELayer(nn.Module):
                 "Give the lanes the same samples and the same random state (router jitter, dropout).",
             )
         hidden = hidden_states.reshape(-1, shape[-1])
-        output = self.autoep_dispatcher(hidden, top_k_index, top_k_weights, self._run_local_experts, self._finish_rows)
+        with self.autoep_check.calling(context.name) if self.autoep_check is not None else contextlib.nullcontext():
+            output = self.autoep_dispatcher(hidden, top_k_index, top_k_weights, self._run_local_experts, self._finish_rows)
         return output.reshape(shape)
 
     def _run_local_experts(self, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
