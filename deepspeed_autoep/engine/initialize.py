@@ -24,13 +24,14 @@ from deepspeed_autoep.config import (
     check_supported,
     parse_folding_config,
 )
-from deepspeed_autoep.engine.dtypes import KeptDtypes, kept_dtypes
-from deepspeed_autoep.engine.engine import AutoEPEngine, EngineSetup
+from deepspeed_autoep.engine.construction import Decisions, EngineSetup
+from deepspeed_autoep.engine.dtypes import kept_dtypes
+from deepspeed_autoep.engine.engine import AutoEPEngine
 from deepspeed_autoep.engine.replicas import synchronize_model, synchronize_random_state
 from deepspeed_autoep.engine.user_optimizer import check_user_optimizer, listed_parameters
 from deepspeed_autoep.errors import ConfigError, ModelError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, create_folding_groups, validate_folding_agreement
-from deepspeed_autoep.folding.spec import ParallelFoldingSpec, build_folding_spec
+from deepspeed_autoep.folding.spec import build_folding_spec
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_sizes, find_experts
 from deepspeed_autoep.ops import requested_ops
 from deepspeed_autoep.peft_adapters import check_adapter_kinds, check_expert_adapters, check_trained_copies
@@ -112,13 +113,8 @@ def initialize(
     if not all(enabled):
         validate_folding_agreement(build_folding_spec(world_size=len(enabled), pp_size=1, tp_size=1, ep_size=1), _flat(loaded))
 
-    def decide():
-        decided = _decide(loaded, folding, model, mpu, mesh_param)
-        given = listed_parameters(model_parameters)  # a generator is read once
-        check_user_optimizer(model, optimizer, given, lr_scheduler)
-        return *decided, given
-
-    spec, sites, plan, weights, kept, model_parameters = collectively(decide)
+    decided = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param, optimizer, model_parameters, lr_scheduler))
+    spec, kept, weights = decided.spec, decided.kept, decided.weights
     digests = {"model": _model_digest(model), "weights": weights.folder.digest() if weights else None}
     validate_folding_agreement(spec, _flat(loaded) | digests)
     for note in folding.notes:
@@ -145,10 +141,10 @@ def initialize(
             )
     synchronize_random_state(handles, device)
 
-    engine_config = _engine_config(loaded, folding, plan)
+    engine_config = _engine_config(loaded, folding, decided.plan)
     binding, engine_mpu = compat.bind_groups(handles)
     zero = loaded.get("zero_optimization", {})
-    setup = EngineSetup(folding, handles, sites, plan, binding, bool(zero.get("contiguous_gradients", True)), weights, kept)
+    setup = EngineSetup(folding, decided, handles, binding, bool(zero.get("contiguous_gradients", True)))
     try:
         engine = _build(
             setup,
@@ -156,7 +152,7 @@ def initialize(
             args=_without_config(args),
             model=model,
             optimizer=optimizer,
-            model_parameters=model_parameters,
+            model_parameters=decided.model_parameters,
             training_data=training_data,
             lr_scheduler=lr_scheduler,
             mpu=engine_mpu,
@@ -215,9 +211,7 @@ def _without_config(args):
     return args
 
 
-def _decide(
-    loaded: dict, folding: FoldingConfig, model, mpu, mesh_param
-) -> tuple[ParallelFoldingSpec, list[ExpertsSite], PartitionPlan, WeightPlan | None, KeptDtypes | None]:
+def _decide(loaded: dict, folding: FoldingConfig, model, mpu, mesh_param, optimizer, model_parameters, lr_scheduler) -> Decisions:
     """Every check that needs one rank only. No collective, nothing changed."""
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -253,7 +247,10 @@ def _decide(
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
-    return spec, sites, plan, _plan_weights(model, sites, folding.expert.initial_weights), kept
+    weights = _plan_weights(model, sites, folding.expert.initial_weights)
+    given = listed_parameters(model_parameters)  # a generator is read once
+    check_user_optimizer(model, optimizer, given, lr_scheduler)
+    return Decisions(spec, sites, plan, kept, weights, given)
 
 
 def _plan_weights(model: torch.nn.Module, sites: list[ExpertsSite], source: str | None) -> WeightPlan | None:

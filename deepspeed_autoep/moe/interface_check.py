@@ -1,7 +1,7 @@
 """Is an expert's weight read by anything but its experts module? Then the model goes around the interface, and would compute
 with this rank's experts only.
 
-Watched in the first forwards, until each experts module has been called (image experts may wait for an image). The error comes
+Watched in the first forwards, until each experts module has been called (image experts may wait for an image), a hundred at most. The error comes
 from the first operation that takes such a weight, so on every rank at the same place and before any result is wrong.
 """
 
