@@ -298,7 +298,7 @@ def _flat(config: dict, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = repr(value)
+            flat[f"{prefix}{key}"] = value
     return flat
 
 

@@ -154,7 +154,7 @@ def groups_digest(groups: list[dict], names: dict[torch.nn.Parameter, str], kind
     for index, group in enumerate(groups):
         plain = (bool, int, float, str, tuple, type(None))
         options = {key: value for key, value in group.items() if key not in ("params", "param_names") and isinstance(value, plain)}
-        digest[f"optimizer group {index}"] = repr(sorted(options.items()))
+        digest[f"optimizer group {index}"] = sorted(options.items())
         held = [names[parameter] for parameter in group["params"]]
         key = hashlib.sha256("\n".join(held).encode()).hexdigest()[:8]
         digest[f"optimizer group {index}, parameters"] = f"{len(held)} ({listed(held)}; digest {key})"

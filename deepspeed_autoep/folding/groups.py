@@ -161,7 +161,7 @@ def validate_folding_agreement(spec: ParallelFoldingSpec, settings: dict | None 
             )
         for key in sorted(base_settings.keys() | other_settings.keys()):
             mine, theirs = base_settings.get(key), other_settings.get(key)
-            if mine != theirs:
+            if repr(mine) != repr(theirs):  # 1 is not true
                 raise RankMismatchError(
                     f"ranks have different configurations: {key} is {mine!r} on rank 0 and {theirs!r} on rank {rank}; "
                     "give every rank the same configuration"
