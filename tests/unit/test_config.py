@@ -60,6 +60,7 @@ WITHOUT_EFFECT = {
 }
 ONLY_NULL = {"load_balance_coeff": None}
 OWN_KEYS = {
+    "initial_weights",
     "expert_backend",
     "replicated_gradient_sync",
     "replicated_gradient_verify_interval",
