@@ -45,7 +45,7 @@ from deepspeed_autoep.gradients.sync import GradientSync
 from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.interface_check import InterfaceCheck
 from deepspeed_autoep.moe.layer import convert_experts
-from deepspeed_autoep.peft_adapters import cut_expert_adapters, hidden_weights
+from deepspeed_autoep.peft_adapters import cut_expert_adapters, expert_adapters, hidden_weights
 from deepspeed_autoep.tensor_parallel import PartitionPlan
 from deepspeed_autoep.weights.plan import WeightPlan
 from deepspeed_autoep.weights.stream import stream_weights
@@ -133,7 +133,8 @@ class FoldedConstruction(DeepSpeedEngine):
             parameter: ParameterInfo(index, name, resolve_family(parameter, spec, name), group=None)
             for index, (name, parameter) in enumerate(trainable)
         }
-        self._watch_interface(InterfaceCheck(self.autoep.sites))
+        # PEFT's parametrization of adapted experts reads their weights right before it calls them.
+        self._watch_interface(InterfaceCheck(site for site in self.autoep.sites if not expert_adapters(model, site)))
         self.num_experts = [site.layout.num_experts for site in self.autoep.sites]
         # DeepSpeed asks this to decide on expert groups; without trainable experts there are none.
         self.has_moe_layers = any(info.family.is_expert for info in self.autoep_families.values())

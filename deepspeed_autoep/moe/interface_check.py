@@ -26,6 +26,7 @@ class InterfaceCheck(TorchFunctionMode):
 
     def __init__(self, sites: Iterable[ExpertsSite]) -> None:
         super().__init__()
+        sites = list(sites)
         self.uncalled = {site.name for site in sites}
         self.owners = {id(parameter): site.name for site in sites for parameter in site.module.parameters()}
         self.inside = 0
