@@ -156,8 +156,10 @@ def without_debug_names(model):
     """While it lasts the engine's map of parameters to names, which holds weak references to them, is empty: torch swaps the
     contents of two tensors only where nobody has any. (0.19.8)"""
     debug_clear_module_and_param_names()
-    yield
-    debug_extract_module_and_param_names(model)
+    try:
+        yield
+    finally:
+        debug_extract_module_and_param_names(model)
 
 
 def make_loss_scaler(engine, dtype):

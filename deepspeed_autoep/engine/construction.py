@@ -28,7 +28,14 @@ from deepspeed_autoep.engine.param_groups import (
     users_groups,
 )
 from deepspeed_autoep.engine.replicas import differing_tensors, first_uneven_parameter
-from deepspeed_autoep.engine.user_optimizer import check_groups, check_optimizer_object, groups_digest, listed, untried
+from deepspeed_autoep.engine.user_optimizer import (
+    check_elementwise,
+    check_groups,
+    check_optimizer_object,
+    check_scheduler,
+    groups_digest,
+    listed,
+)
 from deepspeed_autoep.engine.zero import fold_zero_optimizer
 from deepspeed_autoep.engine.zero_dtypes import MixedPrecision
 from deepspeed_autoep.errors import ConfigError, RankMismatchError, UnsupportedError
@@ -66,30 +73,13 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class EngineSetup:
-    """What initialize() has decided and made before the engine is built."""
+class EngineSetup(Decisions):
+    """And what initialize() has made before the engine is built."""
 
     config: FoldingConfig
-    decisions: Decisions
     handles: FoldingGroupHandles
     binding: compat.GroupBinding
     contiguous_gradients: bool
-
-    @property
-    def sites(self) -> list[ExpertsSite]:
-        return self.decisions.sites
-
-    @property
-    def plan(self) -> PartitionPlan:
-        return self.decisions.plan
-
-    @property
-    def kept(self) -> KeptDtypes | None:
-        return self.decisions.kept
-
-    @property
-    def weights(self) -> WeightPlan | None:
-        return self.decisions.weights
 
 
 class FoldedConstruction(DeepSpeedEngine):
@@ -145,7 +135,7 @@ class FoldedConstruction(DeepSpeedEngine):
             site.module.autoep_check = check
 
     def _stream_weights(self, model: torch.nn.Module) -> None:
-        """Each rank reads its own part; what all hold whole must be the same, or their files differ."""
+        """Each rank reads its own part. What all hold whole must be the same, or their files differ; parts are not compared."""
         handles = self.autoep.handles
         collectively(lambda: stream_weights(model, self.autoep.weights, self.autoep.plan, handles, self.device))
         whole = [
@@ -224,7 +214,8 @@ class FoldedConstruction(DeepSpeedEngine):
         if not isinstance(client_optimizer, torch.optim.Optimizer):
             client_optimizer = client_optimizer(model_parameters)
             check_optimizer_object(self.module, client_optimizer)
-        reason = untried(client_optimizer)
+            check_scheduler(self.client_lr_scheduler, client_optimizer)
+        reason = check_elementwise(client_optimizer)
         if reason is not None and self.global_rank == 0:
             logger.warning(
                 "optimizer %s must update each element by itself, and this could not be tried: %s", type(client_optimizer).__name__, reason

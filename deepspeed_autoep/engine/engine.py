@@ -7,6 +7,7 @@ Here is what happens while it trains: checks of samples, backward passes that wo
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -47,7 +48,7 @@ class AutoEPEngine(FoldedConstruction):
         if self._autoep_input_checks or self.autoep.config.expert.validate_folding_routing:
             self._autoep_input_checks = max(0, self._autoep_input_checks - 1)
             self._check_samples(inputs, kwargs)
-        if self._autoep_interface_check is None or self.is_compiled:
+        if self._autoep_interface_check is None or self.is_compiled or _is_compiled(self.module):
             return super().forward(*inputs, **kwargs)
         with self._autoep_interface_check as check:
             output = super().forward(*inputs, **kwargs)
@@ -233,6 +234,12 @@ class AutoEPEngine(FoldedConstruction):
         """As DeepSpeed's; also gives DeepSpeed's group registry back its former content."""
         super().destroy()
         self.autoep.binding.restore()
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``Module.compile`` was used on a part of it: traced code is not watched."""
+    compiled = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()
+    return any(module._compiled_call_impl is not None or isinstance(module, compiled) for module in model.modules())
 
 
 def _tensors(structure) -> Iterable[torch.Tensor]:

@@ -22,6 +22,7 @@ from deepspeed_autoep.config import (
     FoldingConfig,
     check_batch,
     check_supported,
+    low_precision_block,
     parse_folding_config,
 )
 from deepspeed_autoep.engine.construction import Decisions, EngineSetup
@@ -37,8 +38,8 @@ from deepspeed_autoep.ops import requested_ops
 from deepspeed_autoep.peft_adapters import check_adapter_kinds, check_expert_adapters, check_trained_copies
 from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
 from deepspeed_autoep.weights.files import SafetensorsFolder
-from deepspeed_autoep.weights.plan import WeightPlan, plan_weights
-from deepspeed_autoep.weights.stream import initialise_buffers, parameters_of_weights
+from deepspeed_autoep.weights.plan import WeightPlan, check_streamable, plan_weights
+from deepspeed_autoep.weights.stream import expert_layouts, initialize_buffers
 
 logger = logging.getLogger("deepspeed_autoep")
 
@@ -131,7 +132,7 @@ def initialize(
         if changed and dist.get_rank() == 0:
             logger.warning("%d tensors differed between ranks and were taken from rank 0, first %r", len(changed), changed[0])
     else:
-        initialise_buffers(model, device)
+        initialize_buffers(model, weights, device)
         if weights.unexpected and dist.get_rank() == 0:
             logger.warning(
                 "%d tensors of %r are not the model's and were left, first %r",
@@ -144,7 +145,13 @@ def initialize(
     engine_config = _engine_config(loaded, folding, decided.plan)
     binding, engine_mpu = compat.bind_groups(handles)
     zero = loaded.get("zero_optimization", {})
-    setup = EngineSetup(folding, decided, handles, binding, bool(zero.get("contiguous_gradients", True)))
+    setup = EngineSetup(
+        **vars(decided),
+        config=folding,
+        handles=handles,
+        binding=binding,
+        contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
+    )
     try:
         engine = _build(
             setup,
@@ -266,7 +273,8 @@ def _plan_weights(model: torch.nn.Module, sites: list[ExpertsSite], source: str 
     real = [name for name, tensor in model.named_parameters() if not tensor.is_meta]
     if real:
         raise ModelError(f"parameter {on_meta[0]!r} is on the meta device and {real[0]!r} is not: build all of the model under torch.device('meta'), or none")
-    return plan_weights(model, SafetensorsFolder.open(source), parameters_of_weights(sites))
+    check_streamable(model)
+    return plan_weights(model, SafetensorsFolder.open(source), expert_layouts(sites))
 
 
 def _engine_config(loaded: dict, folding: FoldingConfig, plan: PartitionPlan) -> dict:
@@ -286,9 +294,8 @@ def _engine_config(loaded: dict, folding: FoldingConfig, plan: PartitionPlan) ->
 
 
 def _bf16_with_fp32_accumulation(config: dict) -> bool:
-    block = config.get("bf16", config.get("bfloat16", {}))
     accumulation = config.get("data_types", {}).get("grad_accum_dtype")
-    return bool(block.get("enabled")) and accumulation in ("fp32", "float32", "float")
+    return low_precision_block(config) in ("bf16", "bfloat16") and accumulation in ("fp32", "float32", "float")
 
 
 def _flat(config: dict, prefix: str = "") -> dict[str, Any]:

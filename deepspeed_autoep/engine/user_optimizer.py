@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
@@ -33,16 +34,29 @@ def check_user_optimizer(model: torch.nn.Module, optimizer, model_parameters, lr
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         check_optimizer_object(model, optimizer)
-        bound_to = getattr(lr_scheduler, "optimizer", optimizer)
-        if not callable(lr_scheduler) and bound_to is not optimizer:
-            raise ModelError(
-                f"lr_scheduler ({type(lr_scheduler).__name__}) was built on another optimizer ({type(bound_to).__name__}) than the "
-                "one given to initialize, whose learning rates it would never change: build it on that one"
-            )
+        check_scheduler(lr_scheduler, optimizer)
     elif optimizer is not None and not callable(optimizer):
         raise ModelError(f"optimizer={type(optimizer).__name__} is not supported: legal are a torch.optim.Optimizer, a callable or None")
-    elif model_parameters is not None:
-        check_groups(model, as_groups(model_parameters), "model_parameters")
+    else:
+        if optimizer is None:
+            check_scheduler(lr_scheduler, None)
+        if model_parameters is not None:
+            check_groups(model, as_groups(model_parameters), "model_parameters")
+
+
+def check_scheduler(lr_scheduler, optimizer: torch.optim.Optimizer | None) -> None:
+    """A scheduler object changes the rates of the optimizer that it was built on. ``optimizer``: the one that will be used, None
+    for one that DeepSpeed builds. Raises :class:`ModelError`.
+    """
+    if lr_scheduler is None or callable(lr_scheduler):
+        return
+    bound_to = getattr(lr_scheduler, "optimizer", optimizer)
+    if bound_to is not optimizer:
+        used = "the one that the configuration declares" if optimizer is None else f"the {type(optimizer).__name__} that will be used"
+        raise ModelError(
+            f"lr_scheduler ({type(lr_scheduler).__name__}) was built on another optimizer ({type(bound_to).__name__}) than {used}, whose "
+            "learning rates it would never change: pass a callable that takes the optimizer and returns the scheduler"
+        )
 
 
 def check_optimizer_object(model: torch.nn.Module, optimizer) -> None:
@@ -99,52 +113,80 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
-def untried(optimizer: torch.optim.Optimizer) -> str | None:
+def check_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     """Let a copy of an optimizer of unknown type step on a small matrix, and on its elements in three pieces, as ranks hold them:
-    an update that needs more than its own element (norms, factored moments, whole matrices) is not the same.
+    an update that needs more than its own element (norms, factored moments, whole matrices) is not the same. Once for each
+    set of options that its groups have, which may choose the update.
 
     Returns why it could not be tried, or None. Raises :class:`UnsupportedError` for an update that is not the same.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE or kind.__module__.startswith("deepspeed."):
         return None
-    device = optimizer.param_groups[0]["params"][0].device
+    inside = [name for name, value in vars(optimizer).items() if _holds_tensors(value) and name not in ("state", "param_groups")]
+    if inside:
+        return f"its attributes {inside} hold tensors or another optimizer, which a trial would change"
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    if device.type == "meta":
+        device = torch.device("cpu")
+    tried: list[dict] = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if "lr" in options:  # a schedule may start at 0
+            options["lr"] = torch.full_like(options["lr"], 0.1) if isinstance(options["lr"], torch.Tensor) else 0.1
+        if repr(options) not in map(repr, tried):
+            tried.append(options)
+            reason = _try_cut(optimizer, options, device)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _holds_tensors(value) -> bool:
+    if isinstance(value, torch.optim.Optimizer | torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(_holds_tensors, value))
+
+
+def _try_cut(optimizer: torch.optim.Optimizer, options: dict, device: torch.device) -> str | None:
     elements = torch.arange(48, dtype=torch.float32, device=device)
     start = torch.sin(elements)
     # Pieces of different magnitude: their norms differ much.
     gradients = [torch.cos(elements * step) * (1 + elements) for step in range(1, 6)]
     try:
-        whole = _stepped(optimizer, start.view(6, 8), [gradient.view(6, 8) for gradient in gradients]).flatten() - start
+        whole = _stepped(optimizer, options, start.view(6, 8), [gradient.view(6, 8) for gradient in gradients]).flatten() - start
     except Exception as caught:
         return f"a step on a small matrix raised {type(caught).__name__}: {caught}"
     if not whole.any():
         return "it left a small matrix as it was"
     try:
-        pieces = [_stepped(optimizer, *part) for part in zip(start.chunk(3), zip(*[g.chunk(3) for g in gradients], strict=True), strict=True)]
+        cut = zip(start.chunk(3), zip(*[g.chunk(3) for g in gradients], strict=True), strict=True)
+        pieces = [_stepped(optimizer, options, *part) for part in cut]
         error = (torch.cat(pieces) - start - whole).abs().max() / whole.abs().max()
     except Exception:
         error = torch.tensor(torch.inf)
     if not error < 1e-3:
         raise UnsupportedError(
-            f"optimizer.type={kind.__name__!r} is not supported with {EXPERT_BLOCK}.enabled=true: tried on a small matrix, its update "
-            "is another one when the matrix is cut, as it is over ranks; use AdamW, Adam or SGD"
+            f"optimizer.type={type(optimizer).__name__!r} is not supported with {EXPERT_BLOCK}.enabled=true: tried on a small matrix, its "
+            "update is another one when the matrix is cut, as it is over ranks; use AdamW, Adam or SGD"
         )
     return None
 
 
-def _stepped(optimizer: torch.optim.Optimizer, start: torch.Tensor, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def _stepped(optimizer: torch.optim.Optimizer, options: dict, start: torch.Tensor, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     parameter = torch.nn.Parameter(start.clone())
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "param_names"}
-    if "lr" in group:  # a schedule may start at 0
-        group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group["lr"], torch.Tensor) else 0.1
-    copy = object.__new__(type(optimizer))
+    trial = object.__new__(type(optimizer))
     # Schedulers patch ``step`` of the original; its hooks are the user's.
-    hooks = {name: OrderedDict() for name in vars(optimizer) if name.startswith("_optimizer_step_")}
-    copy.__dict__ |= {name: value for name, value in vars(optimizer).items() if name != "step"} | hooks
-    copy.state, copy.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("step", "state", "param_groups")}
+    hooks = {name: OrderedDict() for name in own if name.startswith("_optimizer_step_")}
+    trial.__dict__ |= {name: copy.deepcopy(value) if isinstance(value, dict | list | set) else value for name, value in own.items() if name not in hooks}
+    trial.__dict__ |= hooks
+    trial.state, trial.param_groups = defaultdict(dict), [{**options, "params": [parameter]}]
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        copy.step()
+        trial.step()
     return parameter.detach()
 
 

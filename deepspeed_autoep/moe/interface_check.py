@@ -1,8 +1,9 @@
 """Is an expert's weight read by anything but its experts module? Then the model goes around the interface, and would compute
 with this rank's experts only.
 
-Watched in the first forwards, until each experts module has been called (image experts may wait for an image), a hundred at most. The error comes
-from the first operation that takes such a weight, so on every rank at the same place and before any result is wrong.
+Watched in the first forwards, until each experts module has been called (image experts may wait for an image), a hundred at
+most; a way that the model takes later is not seen. The error comes from the first operation that takes such a weight, before
+any result is wrong, and on every rank that goes there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from deepspeed_autoep.moe.discovery import ExpertsSite
 
 # Attributes that hold a tensor's values; of the others (dtype, device, shape) a model may ask whatever it calls.
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
-_ABOUT = ("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_contiguous", "__len__", "__hash__", "__repr__", "__format__", "data_ptr")
+_ABOUT = {
+    *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "data_ptr", "get_device"),
+    *("__len__", "__hash__", "__repr__", "__format__", "requires_grad_", "register_hook", "result_type", "can_cast", "_is_view"),
+}
+# They take dtype and device of a second tensor.
+_AS_SECOND = {"to", "type_as"}
 
 
 class InterfaceCheck(TorchFunctionMode):
@@ -43,7 +49,8 @@ class InterfaceCheck(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not self.inside and not _is_about(func):
-            for value in _flat((args, kwargs)):
+            read = args[:1] if getattr(func, "__name__", "") in _AS_SECOND else (args, kwargs)
+            for value in _flat(read):
                 if id(value) in self.owners:
                     raise ModelError(
                         f"experts module {self.owners[id(value)]!r}: its weights were read by {getattr(func, '__name__', func)} outside of "
@@ -57,7 +64,7 @@ def _is_about(func) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VALUES
-    return name in _ABOUT
+    return name in _ABOUT or name.startswith("new_") or name.endswith("_like")
 
 
 def _flat(structure):

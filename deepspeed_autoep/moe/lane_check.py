@@ -17,8 +17,8 @@ _INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.in
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio as a signed int64: spreads positions over all bits
 
 
-# Elements hashed at a time: the int64 temporaries are eight bytes an element each.
-_CHUNK = 1 << 18  # elements at a time: a few temporaries of 2 MiB, within a cache
+# Elements hashed at a time: a few int64 temporaries of 2 MiB, within a cache.
+_CHUNK = 1 << 18
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,6 +19,7 @@ from torch import nn
 
 from deepspeed_autoep.errors import ModelError
 from deepspeed_autoep.moe.weight_layout import ExpertTensor
+from deepspeed_autoep.peft_adapters import is_wrapper
 from deepspeed_autoep.weights.files import SafetensorsFolder
 
 _SHOWN = 5  # names in a message
@@ -92,6 +94,24 @@ class WeightPlan:
     def convert(self, group: WeightGroup, expert: int | None = None) -> dict[str, torch.Tensor]:
         """Read and convert a group, or one expert of it: full name -> tensor, a view of the file perhaps."""
         return group.convert(group.read(self.folder, expert), self.whole if expert is None else self.one_expert)
+
+
+def check_streamable(model: nn.Module) -> None:
+    """Raise :class:`ModelError` for what would be lost or could not be filled in a model on the meta device."""
+    for name, module in model.named_modules():
+        if is_wrapper(module):
+            raise ModelError(
+                f"module {name!r} ({type(module).__name__}) is PEFT's, and its model is on the meta device: adapters have no weights to "
+                "stream. Load the model with from_pretrained on every rank"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ModelError(f"parameter {name!r} is on the meta device and has gradient hooks, which would be lost: register them after initialize")
+        if weakref.getweakrefs(parameter):
+            raise ModelError(
+                f"parameter {name!r} is on the meta device and something holds a weak reference to it (a WeakKeyDictionary, say), with "
+                "which its contents cannot be filled in place: make that after initialize"
+            )
 
 
 def plan_weights(model: nn.Module, folder: SafetensorsFolder, experts: dict[str, ExpertTensor]) -> WeightPlan:

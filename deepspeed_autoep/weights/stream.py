@@ -20,28 +20,51 @@ from deepspeed_autoep.weights.plan import WeightGroup, WeightPlan
 logger = logging.getLogger("deepspeed_autoep")
 
 
-def initialise_buffers(model: nn.Module, device: torch.device) -> None:
+def initialize_buffers(model: nn.Module, plan: WeightPlan, device: torch.device) -> None:
     """Give buffers on the meta device their storage, and the values that the model computes for them (rotary frequencies).
 
-    Parameters stay on meta, where initialisation does nothing.
+    Parameters stay on meta, where initialisation does nothing. Raises :class:`ModelError` for a buffer that neither the model's
+    ``_init_weights`` nor the files fill: transformers would leave it as memory happened to be.
     """
-    for module in model.modules():
+    made: dict[int, torch.Tensor] = {}  # of a meta buffer, which modules may share
+    places: list[tuple[str, nn.Module, str, torch.Tensor, int]] = []
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.zeros_like(buffer, device=device)
+                    if buffer.is_floating_point():
+                        made[id(buffer)].fill_(torch.nan)
+                module._buffers[name] = fresh = made[id(buffer)]
+                places.append((f"{prefix}.{name}" if prefix else name, module, name, fresh, fresh._version))
     if hasattr(model, "initialize_weights"):  # transformers'
         with torch.no_grad():
             model.initialize_weights()
+    given = {name for group in plan.groups for name in group.targets}
+    for full_name, module, name, fresh, version in places:
+        # By .data a buffer is written to without a new version.
+        written = module._buffers[name] is not fresh or fresh._version != version or not _is_untouched(fresh)
+        if full_name not in given and not written:
+            raise ModelError(
+                f"buffer {full_name!r} is on the meta device, and neither the model's _init_weights nor {plan.folder.source!r} gives its "
+                "values: fill it in _init_weights, or make it persistent and save it"
+            )
+
+
+def _is_untouched(buffer: torch.Tensor) -> bool:
+    return bool(buffer.isnan().all()) if buffer.is_floating_point() else not buffer.any()
 
 
 @torch.no_grad()
 def stream_weights(model: nn.Module, plan: WeightPlan, partition: PartitionPlan, handles: FoldingGroupHandles, device: torch.device) -> None:
     """Read every tensor of ``plan``. ``model`` has been cut already; its ``Parameter`` objects stay the same. Local: no collective."""
     stream = _Stream(model, plan, partition, handles, device)
-    with without_debug_names(model):
-        for group in plan.groups:
-            stream.load(group)
-    plan.folder.close()
+    try:
+        with without_debug_names(model):
+            for group in plan.groups:
+                stream.load(group)
+    finally:
+        plan.folder.close()
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if left:
         raise ModelError(f"{len(left)} tensors are still on the meta device after reading {plan.folder.source!r}, first {left[0]!r}")
@@ -51,6 +74,7 @@ class _Stream:
     def __init__(self, model, plan: WeightPlan, partition: PartitionPlan, handles: FoldingGroupHandles, device) -> None:
         self.plan, self.handles, self.device = plan, handles, device
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self.filled: dict[int, WeightGroup] = {}  # tensor -> where it came from
         self.cut_vectors = set(partition.cut_parameters)
         self.experts: dict[torch.Tensor, tuple[AutoEPMoELayer, ExpertTensor]] = {}
         self.layers: dict[torch.Tensor, TensorParallel_Layer] = {}
@@ -61,14 +85,27 @@ class _Stream:
                 self.layers |= dict.fromkeys(module.parameters(recurse=False), module)
 
     def load(self, group: WeightGroup) -> None:
-        wanted = [name for name in group.targets if self.tensors[name].is_meta or not isinstance(self.tensors[name], nn.Parameter)]
-        if not wanted:  # a tied weight that the files hold twice
+        before = [self.filled[id(self.tensors[name])] for name in group.targets if id(self.tensors[name]) in self.filled]
+        if before:
+            self._check_tied(group, before[0])
             return
         if group.by_expert is not None:
             self._load_experts(group)
         else:
             for name, value in self.plan.convert(group).items():
                 self._store(name, value)
+        self.filled |= dict.fromkeys((id(self.tensors[name]) for name in group.targets), group)
+
+    def _check_tied(self, group: WeightGroup, before: WeightGroup) -> None:
+        """The files hold a tensor of the model twice, under two names that the model ties."""
+        first, second = self.plan.convert(before), self.plan.convert(group)
+        for name in group.targets:
+            other = next(each for each in before.targets if self.tensors[each] is self.tensors[name])
+            if not torch.equal(first[other], second[name]):
+                raise ModelError(
+                    f"the model ties {name!r} and {other!r}, and {self.plan.folder.source!r} holds two different tensors for them: build the "
+                    "model untied (tie_word_embeddings=False in its configuration)"
+                )
 
     def _load_experts(self, group: WeightGroup) -> None:
         """This rank's experts, one at a time."""
@@ -112,13 +149,11 @@ class _Stream:
 
 def _fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """``parameter.data = value`` where the two devices are of different kinds: the object and its marks stay."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ModelError("a parameter on the meta device has gradient hooks, which would be lost: register them after initialize")
     filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
     filled.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, filled)
 
 
-def parameters_of_weights(sites: Iterable) -> dict[str, ExpertTensor]:
+def expert_layouts(sites: Iterable) -> dict[str, ExpertTensor]:
     """Full name -> layout of every stacked tensor of the experts modules."""
     return {f"{site.name}.{tensor.name}": tensor for site in sites for tensor in site.layout.tensors}

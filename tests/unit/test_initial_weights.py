@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from deepspeed_autoep.moe.weight_layout import ExpertShard
 from deepspeed_autoep.tensor_parallel import PartitionPlan
 from deepspeed_autoep.weights.files import SafetensorsFolder
 from deepspeed_autoep.weights.plan import plan_weights
-from deepspeed_autoep.weights.stream import initialise_buffers, parameters_of_weights, stream_weights
+from deepspeed_autoep.weights.stream import expert_layouts, initialize_buffers, stream_weights
 from tests.families.tiny import build as build_family
 from tests.perf.memory import LiveTensors, tensor_bytes
 from tests.unit.models import make_model
@@ -101,9 +103,9 @@ HANDLES = SimpleNamespace(
 def stream_part(meta: nn.Module, folder: str):
     """Cut ``meta`` as the rank of HANDLES does and fill it. Returns the plan and the layouts of experts' tensors."""
     sites = find_experts(meta)
-    experts = parameters_of_weights(sites)
+    experts = expert_layouts(sites)
     plan = plan_weights(meta, SafetensorsFolder.open(folder), experts)
-    initialise_buffers(meta, CPU)
+    initialize_buffers(meta, plan, CPU)
     for site in sites:
         convert_experts(site, HANDLES, backend="auto", validate_routing=False)
     stream_weights(meta, plan, PartitionPlan(), HANDLES, CPU)
@@ -246,7 +248,7 @@ def test_a_bad_folder_is_refused_before_anything_is_read(name, tmp_path):
     with torch.device("meta"):
         meta = make_model("mixtral")
     with pytest.raises(kind, match=message):
-        plan_weights(meta, SafetensorsFolder.open(str(tmp_path)), parameters_of_weights(find_experts(meta)))
+        plan_weights(meta, SafetensorsFolder.open(str(tmp_path)), expert_layouts(find_experts(meta)))
 
 
 def test_tensors_that_are_not_the_models_are_listed(tmp_path):
@@ -254,7 +256,7 @@ def test_tensors_that_are_not_the_models_are_listed(tmp_path):
     _edit(lambda tensors: tensors.update(extra=torch.ones(3)))(tmp_path)
     with torch.device("meta"):
         meta = make_model("mixtral")
-    plan = plan_weights(meta, SafetensorsFolder.open(str(tmp_path)), parameters_of_weights(find_experts(meta)))
+    plan = plan_weights(meta, SafetensorsFolder.open(str(tmp_path)), expert_layouts(find_experts(meta)))
     assert plan.unexpected == ("extra",)
 
 
@@ -268,6 +270,15 @@ def refused(case: Case, kind: str, folder: str, other: str) -> str:
         case = dataclasses.replace(case, expert_config=())
     elif kind == "hook":
         model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    elif kind == "weak reference":
+        model.seen = weakref.ref(model.lm_head.weight)
+    elif kind == "buffer":
+        model.model.register_buffer("factors", torch.ones(3, device="meta"), persistent=False)
+    elif kind == "tied":
+        with torch.device("meta"):
+            model = make_model(case.family, tie_word_embeddings=True)
+    elif kind == "adapters":
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     elif kind == "other files" and dist.get_rank() == 1:
         folder = other
     if kind == "other files":  # the same path on every rank, as on nodes with disks of their own
@@ -288,7 +299,11 @@ REFUSED = {
     "real": "ConfigError: expert_parallel.initial_weights=.* remove the key",
     "part": "ModelError: .*'lm_head.weight' is not",
     "no key": "ConfigError: .* set expert_parallel.initial_weights",
-    "hook": "(ModelError|RankMismatchError): .*gradient hooks",
+    "hook": "ModelError: parameter 'lm_head.weight' .* gradient hooks",
+    "weak reference": "ModelError: parameter 'lm_head.weight' .* weak reference",
+    "buffer": "ModelError: buffer 'model.factors' .*_init_weights",
+    "tied": "ModelError: the model ties 'model.embed_tokens.weight' and 'lm_head.weight'",
+    "adapters": r"ModelError: module 'base_model.model.model.layers.0.self_attn.q_proj' \(Linear\) is PEFT's",
     "other files": "RankMismatchError: .* 'model.embed_tokens.weight'",
 }
 

@@ -11,10 +11,10 @@ from torch.optim import AdamW
 from torch.optim import lr_scheduler as schedules
 
 from deepspeed_autoep.engine.param_groups import ORIGIN_KEY, split_scheduler
-from deepspeed_autoep.engine.user_optimizer import untried
 from deepspeed_autoep.errors import UnsupportedError
 from tests.unit.models import make_batches, make_model
 from tests.unit.pool import run_on
+from tests.unit.test_elementwise_trial import WholeNorm
 from tests.unit.training import Case, ds_config, my_share, parameter_error, relative
 
 BETAS = {"betas": (0.9, 0.95)}
@@ -206,83 +206,6 @@ def test_lists_of_a_scheduler_that_are_not_by_group_stay():
 # Errors
 
 
-class WholeNorm(torch.optim.Optimizer):
-    """Of an unknown name; the update is divided by the norm of the whole tensor."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
-
-
-class SharedStep(WholeNorm):
-    """One step size from all parameters."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        size = sum(grad.abs().sum() for grad in grads)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad / size, alpha=group["lr"])
-
-
-class MatricesOnly(WholeNorm):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    rows, _ = parameter.shape
-                    parameter.sub_(parameter.grad, alpha=group["lr"] * rows)
-
-
-class Sign(WholeNorm):
-    """Of an unknown name, and each element by itself."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
-
-
-class NeedsClosure(WholeNorm):
-    def step(self, closure):
-        raise RuntimeError("no closure")
-
-
-@pytest.mark.parametrize("kind", [WholeNorm, SharedStep, MatricesOnly])
-def test_an_optimizer_of_unknown_type_is_tried(kind):
-    with pytest.raises(UnsupportedError, match=f"{kind.__name__}.*each|{kind.__name__}.*cut"):
-        untried(kind([torch.nn.Parameter(torch.ones(3, 3))]))
-
-
-@pytest.mark.parametrize("name", ["ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"])
-def test_torchs_elementwise_optimizers_pass_the_trial(name):
-    """By a subclass, so that the trial is made and not the name believed."""
-    kind = type(f"My{name}", (getattr(torch.optim, name),), {"__module__": "mine"})
-    assert untried(kind([torch.nn.Parameter(torch.ones(3, 3))], lr=0.01)) is None
-
-
-def test_the_trial_leaves_the_optimizer_alone():
-    parameter = torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = type("Mine", (AdamW,), {"__module__": "mine"})([parameter], lr=0.0)
-    called = []
-    optimizer.register_step_post_hook(lambda *_: called.append(1))
-    schedules.LambdaLR(optimizer, lambda step: 0.0)  # patches step, and starts at 0
-    assert untried(optimizer) is None
-    assert not called and not optimizer.state and parameter.eq(1).all() and optimizer.param_groups[0]["lr"] == 0.0
-    assert "'closure'" in untried(NeedsClosure([parameter]))
-
-
 def bad(what: str) -> dict:
     """Arguments of initialize, with the model they are for."""
     model = make_model("mixtral")
@@ -295,6 +218,8 @@ def bad(what: str) -> dict:
         "foreign": lambda: {"optimizer": AdamW(other.named_parameters())},
         "one foreign": lambda: {"optimizer": AdamW([{"params": parameters[:3]}, {"params": [*parameters[3:], torch.nn.Parameter(torch.ones(5))]}])},
         "foreign model_parameters": lambda: {"optimizer": sgd, "model_parameters": other.parameters()},
+        "callable and another's schedule": lambda: {"optimizer": sgd, "lr_scheduler": schedules.ConstantLR(sgd(parameters))},
+        "configuration and a schedule": lambda: {"config": {"optimizer": {"type": "AdamW", "params": {}}}, "lr_scheduler": schedules.ConstantLR(sgd(parameters))},
         "foreign callable": lambda: {"optimizer": lambda _: sgd(other.parameters())},
         "raising callable": lambda: {"optimizer": lambda _: 1 / 0},
         "callable of nothing": lambda: {"optimizer": lambda _: None},
@@ -352,6 +277,8 @@ REFUSED = {
     "some named": ("ModelError", ["names for 1 of 2"]),
     "all frozen": ("ModelError", ["requires_grad=True"]),
     "another's schedule": ("ModelError", ["lr_scheduler (ConstantLR)", "another optimizer"]),
+    "callable and another's schedule": ("ModelError", ["lr_scheduler (ConstantLR)", "another optimizer", "a callable"]),
+    "configuration and a schedule": ("ModelError", ["lr_scheduler (ConstantLR)", "the configuration declares", "a callable"]),
     "whole norm": ("UnsupportedError", ["'WholeNorm'", "cut"]),
     "whole norm callable": ("UnsupportedError", ["'WholeNorm'", "cut"]),
     "lbfgs": ("UnsupportedError", ["'LBFGS'", "closure", "AdamW"]),
