@@ -51,7 +51,7 @@ def test_a_schedulers_lists_follow():
     optimizer = torch.optim.SGD([{"params": dense, "lr": 1.0}, {"params": [made["up"], made["down"]], "lr": 2.0}], lr=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.25**step])
     origins = split_optimizer(optimizer, families, EXPERT_GROUPS)
-    split_scheduler(schedule, origins)
+    split_scheduler(schedule, origins, 2)
     assert origins == [0, 0, 0, 1, 1]
     optimizer.step()
     schedule.step()
