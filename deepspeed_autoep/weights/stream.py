@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 from collections.abc import Iterable
 
@@ -63,6 +65,7 @@ def stream_weights(model: nn.Module, plan: WeightPlan, partition: PartitionPlan,
         with without_debug_names(model):
             for group in plan.groups:
                 stream.load(group)
+                _return_free_memory()
     finally:
         plan.folder.close()
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
@@ -145,6 +148,12 @@ class _Stream:
 
     def _empty(self, target: torch.Tensor) -> torch.Tensor:
         return torch.empty(target.shape, dtype=target.dtype, device=self.device)
+
+
+def _return_free_memory() -> None:
+    """To the kernel, where the C library is glibc: it keeps blocks below 32 MiB, and several tensors' worth would add up."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
