@@ -29,10 +29,10 @@ from deepspeed_autoep.weights.plan import plan_weights
 from deepspeed_autoep.weights.stream import expert_layouts, initialize_buffers, stream_weights
 from tests.families.tiny import build as build_family
 from tests.perf.memory import LiveTensors, tensor_bytes
-from tests.unit.models import make_model
+from tests.unit.models import Curve, make_model
 from tests.unit.pool import run_on
 from tests.unit.test_hf_families import DOZEN, EVERY
-from tests.unit.training import Case, build_engine, reference_of, train, worst_errors
+from tests.unit.training import Case, build_engine, finished, reference_of, train, worst_errors
 
 LIMITS = {"loss": 1e-5, "norm": 1e-5, "parameter": 1e-3}
 
@@ -83,6 +83,25 @@ def test_streamed_weights_train_as_one_process_does(case, saved):
     curve = run_on(case.world, train_streamed, streamed(case, saved(case)))[0]
     errors = worst_errors(curve, reference_of(case))
     assert all(errors[key] <= limit for key, limit in LIMITS.items()), errors
+
+
+def state_of_bf16(case: Case):
+    """A bf16 model with fp32 routers, from files in fp32; the whole state on rank 0."""
+    model = meta_model(case).bfloat16()
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.float()
+    return finished(Curve(), build_engine(case, model))
+
+
+def test_tensors_get_the_models_dtype(saved):
+    case = Case("mixtral", world=4, tp=2, ep=2, zero=1, dtype="bf16")
+    state = run_on(case.world, state_of_bf16, streamed(case, saved(case)))[0].state
+    whole = make_model("mixtral").state_dict()
+    assert state.keys() == whole.keys()
+    for name, value in state.items():
+        dtype = torch.float32 if name.endswith("mlp.gate.weight") else torch.bfloat16
+        assert value.dtype == dtype and torch.equal(value, whole[name].to(dtype)), name
 
 
 # One rank's part, in one process: EP rank 1 of 2, ETP rank 1 of 2.
