@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.engine import AutoEPEngine
 from deepspeed_autoep.engine.zero_dtypes import MixedDtypeGradients, MixedPrecision
 from tests.unit.injection import expected_of_powers, injected_engine, one_backward
@@ -215,7 +216,7 @@ def of_first_parameter(self):
 
 
 SABOTAGES = {
-    "cast": (lambda: of_stock(AutoEPEngine, "_cast_module_mixed_precision"), "z2"),
+    "cast": (lambda: of_stock(FoldedConstruction, "_cast_module_mixed_precision"), "z2"),
     "sent_in_bf16_zero_0": (lambda: of_stock(AutoEPEngine, "allreduce_bucket"), "z0"),
     "sent_in_bf16": (lambda: mock.patch.object(MixedDtypeGradients, "get_param_comm_dtype", everything_in_low), "z1"),
     "buffer": (lambda: of_stock(MixedDtypeGradients, "setup_buckets"), "z2"),
