@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,11 +15,9 @@ from deepspeed_autoep.errors import ModelError
 from deepspeed_autoep.folding.groups import FoldingGroupHandles
 from deepspeed_autoep.moe.cutting import cut_expert_tensor
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
-from deepspeed_autoep.moe.weight_layout import ExpertShard, ExpertTensor
+from deepspeed_autoep.moe.weight_layout import ExpertTensor
 from deepspeed_autoep.tensor_parallel import PartitionPlan
 from deepspeed_autoep.weights.plan import WeightGroup, WeightPlan
-
-logger = logging.getLogger("deepspeed_autoep")
 
 
 def initialize_buffers(model: nn.Module, plan: WeightPlan, device: torch.device) -> None:
@@ -123,7 +121,7 @@ class _Stream:
 
     def _of_one_expert(self, name: str, value: torch.Tensor) -> torch.Tensor:
         module, tensor = self.experts[self.tensors[name]]
-        return cut_expert_tensor(value, tensor, ExpertShard(0, 1, module.autoep.shard.etp_size, module.autoep.shard.etp_rank))
+        return cut_expert_tensor(value, tensor, replace(module.autoep.shard, first=0, last=1))
 
     def _store(self, name: str, value: torch.Tensor) -> None:
         """``value``: the whole tensor, a view of the file perhaps."""

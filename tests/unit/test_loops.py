@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.models import OPTIMIZERS, make_batches, make_model
 from tests.unit.pool import run_on
-from tests.unit.training import Case, build_engine, ds_config, my_share, parameter_error, relative
+from tests.unit.training import Case, build_engine, ds_config, finished_beside, my_share, parameter_error, relative
 
 ACCUMULATE_FP32 = (("bf16", {"enabled": True}), ("data_types", {"grad_accum_dtype": "fp32"}))
 
@@ -17,7 +17,6 @@ def backward(engine, batch, case: Case) -> None:
 
 def loop(case: Case, kind: str) -> float:
     """Worst error of norms and final parameters against one process."""
-    import deepspeed_autoep
 
     engine = build_engine(case)
     plain = make_model(case.family)
@@ -36,11 +35,7 @@ def loop(case: Case, kind: str) -> float:
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), case.clip)
         stepper.step()
         worst = max(worst, relative(float(engine.get_global_grad_norm()), norm.item()))
-    state = deepspeed_autoep.consolidated_state_dict(engine)
-    engine.destroy()
-    if state is not None:
-        worst = max(worst, *(parameter_error(state[name], value) / 10 for name, value in plain.state_dict().items()))
-    return worst
+    return finished_beside(engine, plain, worst)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

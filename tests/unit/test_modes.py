@@ -10,8 +10,8 @@ from tests.unit.training import (
     Case,
     build_engine,
     ds_config,
+    finished_beside,
     my_share,
-    parameter_error,
     reference_of,
     relative,
     train,
@@ -193,7 +193,6 @@ def freeze(model, what: str):
 
 
 def train_frozen(case: Case, what: str):
-    import deepspeed_autoep
 
     engine = build_engine(case, model=freeze(make_model(case.family), what))
     plain = freeze(make_model(case.family), what)
@@ -208,11 +207,7 @@ def train_frozen(case: Case, what: str):
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), case.clip)
         stepper.step()
         worst = max(worst, relative(float(engine.get_global_grad_norm()), norm.item()))
-    state = deepspeed_autoep.consolidated_state_dict(engine)
-    engine.destroy()
-    if state is not None:
-        worst = max(worst, *(parameter_error(state[name], value) / 10 for name, value in plain.state_dict().items()))
-    return worst
+    return finished_beside(engine, plain, worst)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

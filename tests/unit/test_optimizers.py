@@ -15,7 +15,7 @@ from deepspeed_autoep.errors import UnsupportedError
 from tests.unit.models import make_batches, make_model
 from tests.unit.pool import run_on
 from tests.unit.test_elementwise_trial import WholeNorm
-from tests.unit.training import Case, ds_config, my_share, parameter_error, relative
+from tests.unit.training import Case, ds_config, finished_beside, my_share, parameter_error, relative
 
 BETAS = {"betas": (0.9, 0.95)}
 NO_DECAY = ("bias", "norm", "sinks")
@@ -347,11 +347,7 @@ def partly_held(case: Case):
         norm = torch.nn.utils.clip_grad_norm_(held(plain), case.clip)
         stepper.step()
         worst = max(worst, relative(float(engine.get_global_grad_norm()), norm.item()))
-    state = deepspeed_autoep.consolidated_state_dict(engine)
-    engine.destroy()
-    if state is not None:
-        worst = max(worst, *(parameter_error(state[name], value) / 10 for name, value in plain.state_dict().items()))
-    return worst, [message for message in heard.messages if "trainable" in message]
+    return finished_beside(engine, plain, worst), [message for message in heard.messages if "trainable" in message]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -129,6 +129,18 @@ def finished(curve: Curve, engine) -> Curve | None:
     return None
 
 
+def finished_beside(engine, plain: torch.nn.Module, worst: float) -> float:
+    """The larger of ``worst`` and, on rank 0, a tenth of the largest parameter error against ``plain``, which was trained beside
+    the engine; that is destroyed. Collective."""
+    import deepspeed_autoep
+
+    state = deepspeed_autoep.consolidated_state_dict(engine)
+    engine.destroy()
+    if state is not None:
+        worst = max(worst, *(parameter_error(state[name], value) / 10 for name, value in plain.state_dict().items()))
+    return worst
+
+
 def reference_of(case: Case) -> Curve:
     dp = case.world // case.tp if case.aux else 1
     return reference_curve(
