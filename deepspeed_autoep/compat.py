@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+
+# The attribute in which AutoTP notes how it cut a parameter. (0.19.8)
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META as _DS_AUTOTP_UC_META
 from deepspeed.module_inject import set_autotp_mode as _set_autotp_mode
 
 # Empty map returned by our _configure_expert_parallel: parameters are cut in place, so nothing needs re-pointing. (0.19.8)
@@ -52,6 +55,7 @@ from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extr
 from deepspeed_autoep.errors import ConfigError
 
 __all__ = [
+    "AutoTPCut",
     "DeepSpeedZeroOptimizer",
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
@@ -62,6 +66,7 @@ __all__ = [
     "LinearLayer",
     "ReplacementSourceMap",
     "TensorParallel_Layer",
+    "autotp_cut",
     "bind_groups",
     "configure_python_gc",
     "hf_tp_plan",
@@ -144,6 +149,34 @@ def bind_groups(handles) -> tuple[GroupBinding, object | None]:
     for variable in _GROUP_VARIABLES:
         setattr(_groups, variable, values[variable])
     return binding, mpu
+
+
+@dataclass(frozen=True)
+class AutoTPCut:
+    """How AutoTP cut a parameter of ``shape``: seen as ``logical_shape``, along ``dim``, which is made of parts one after the other;
+    ``widths``: of each part, what each rank of the TP group has of it."""
+
+    shape: tuple[int, ...]
+    logical_shape: tuple[int, ...]
+    dim: int
+    widths: tuple[tuple[int, ...], ...]
+
+
+def autotp_cut(parameter) -> AutoTPCut | None:
+    """From what AutoTP notes on a parameter for universal checkpoints; None where it does not say (layers that it cuts by
+    other rules). (0.19.8)"""
+    meta = getattr(parameter, _DS_AUTOTP_UC_META, None)
+    if meta is None or meta["partition_dim"] is None or meta["conversion"]["unsupported_reason"] or not meta["logical_shape"]:
+        return None
+    widths = meta["sub_param_shard_widths"] or ([meta["partition_sizes"]] if meta["partition_sizes"] else None)
+    if widths is None:
+        return None
+    return AutoTPCut(
+        tuple(meta["original_shape"]),
+        tuple(meta["logical_shape"]),
+        meta["partition_dim"],
+        tuple(tuple(part) for part in widths),
+    )
 
 
 def configure_python_gc(engine) -> None:

@@ -120,6 +120,12 @@ class ExpertParallelConfig(BaseModel):
     expert_backend: Literal["auto", "grouped_mm", "loop", "model"] = Field(
         "auto", description="how local experts compute; model: the model's own forward with top-1 routing"
     )
+    async_checkpoint: StrictBool = Field(
+        False, description="save_checkpoint copies a rank's part to host memory and writes it beside the training"
+    )
+    verify_checkpoint: Literal["full", "sizes"] = Field(
+        "full", description="load_checkpoint reads every file once more for its checksum before it changes anything, or compares sizes only"
+    )
     initial_weights: StrictStr | None = Field(
         None,
         min_length=1,

@@ -32,3 +32,7 @@ class RankMismatchError(AutoEPError, RuntimeError):
 
 class UnsupportedError(AutoEPError, NotImplementedError):
     """A combination that this version does not support; the message says what to use instead."""
+
+
+class CheckpointError(AutoEPError, RuntimeError):
+    """A checkpoint that is incomplete, damaged, of another model, or that could not be written."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_autoep.compat import TensorParallel_Layer
-from deepspeed_autoep.engine.engine import AutoEPEngine
 from deepspeed_autoep.errors import ModelError
 from deepspeed_autoep.folding.groups import FoldingGroupHandles, all_gather_single
 from deepspeed_autoep.moe.cutting import join_etp_parts
@@ -19,7 +18,7 @@ from deepspeed_autoep.peft_adapters import ExpertAdapter, expert_adapters
 
 
 @torch.no_grad()
-def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | None:
+def consolidated_state_dict(engine) -> dict[str, torch.Tensor] | None:
     """The model's full state dict, on the CPU, on rank 0; None elsewhere. Collective over all ranks.
 
     Keys, shapes and dtypes are those of the model before ``initialize``, so
@@ -27,7 +26,7 @@ def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | N
     ordinary PEFT adapter where the model is a PeftModel.
     Each rank holds one full tensor at a time; rank 0 holds the whole model in CPU memory.
     """
-    if not isinstance(engine, AutoEPEngine):
+    if not hasattr(engine, "autoep"):
         raise ModelError(f"consolidated_state_dict takes an engine of deepspeed_autoep.initialize, got {type(engine).__name__}")
     keep = dist.get_rank() == 0
     full: dict[str, torch.Tensor] = {}
@@ -39,7 +38,7 @@ def consolidated_state_dict(engine: AutoEPEngine) -> dict[str, torch.Tensor] | N
     return full if keep else None
 
 
-def _gather_parameters(engine: AutoEPEngine) -> dict[torch.Tensor, Callable[[], torch.Tensor]]:
+def _gather_parameters(engine) -> dict[torch.Tensor, Callable[[], torch.Tensor]]:
     """Sharded parameter -> a collective that returns its full value."""
     found: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
     for module in engine.module.modules():

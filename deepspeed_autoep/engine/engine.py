@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from deepspeed_autoep.engine.construction import FoldedConstruction
+from deepspeed_autoep.engine.checkpointing import CheckpointingEngine
 from deepspeed_autoep.engine.half import loss_scale_of
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer
 from deepspeed_autoep.errors import UnsupportedError
@@ -32,13 +32,13 @@ logger = logging.getLogger("deepspeed_autoep")
 INPUT_CHECKS = 2
 # At most so many forwards are watched for reads of experts' weights around their module: it costs time in each operation.
 WATCHED_FORWARDS = 100
-_NO_CHECKPOINT = (
+_NO_EXPORT = (
     "{} does not know folded models yet: DeepSpeed's files would hold one rank's experts in the place of all. "
     "deepspeed_autoep.consolidated_state_dict(engine) gathers the whole model on rank 0, for save_pretrained(state_dict=...)"
 )
 
 
-class AutoEPEngine(FoldedConstruction):
+class AutoEPEngine(CheckpointingEngine):
     """A DeepSpeedEngine whose model is folded. Built by :func:`deepspeed_autoep.initialize`."""
 
     _autoep_input_checks = INPUT_CHECKS
@@ -178,6 +178,7 @@ class AutoEPEngine(FoldedConstruction):
                 )
 
     def _take_model_step(self, lr_kwargs):
+        self.autoep_saver.check(self.autoep.handles.stage_group, self.device)
         self._refuse_changed_parameters()
         if not isinstance(self.optimizer, FoldedZeroOptimizer):
             self._reduce_whole_gradients()
@@ -219,21 +220,16 @@ class AutoEPEngine(FoldedConstruction):
     def clip_fp32_gradients(self):
         """Done in :meth:`_clip_or_skip`, with the norm that counts every element once."""
 
-    # Saving
-
-    def save_checkpoint(self, *args, **kwargs):
-        raise UnsupportedError(_NO_CHECKPOINT.format("save_checkpoint"))
-
-    def load_checkpoint(self, *args, **kwargs):
-        raise UnsupportedError(_NO_CHECKPOINT.format("load_checkpoint"))
-
     def save_16bit_model(self, *args, **kwargs):
-        raise UnsupportedError(_NO_CHECKPOINT.format("save_16bit_model"))
+        raise UnsupportedError(_NO_EXPORT.format("save_16bit_model"))
 
     def destroy(self) -> None:
-        """As DeepSpeed's; also gives DeepSpeed's group registry back its former content."""
-        super().destroy()
-        self.autoep.binding.restore()
+        """As DeepSpeed's; also waits for a save under way, and gives DeepSpeed's group registry back its former content."""
+        try:
+            self.autoep_saver.close(self.autoep.handles.stage_group)
+        finally:
+            super().destroy()
+            self.autoep.binding.restore()
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:

@@ -116,18 +116,22 @@ _BY_GROUP = ("lr", "mom", "lambda", "base", "beta")
 _BY_TIME = ("milestone", "step", "epoch", "schedul", "iter")
 
 
+def is_by_group(name: str) -> bool:
+    """Whether a list of this name in a scheduler has one entry a group."""
+    return any(word in name for word in _BY_GROUP) and not any(word in name for word in _BY_TIME)
+
+
 def split_scheduler(scheduler, origins: list[int], groups: int) -> None:
     """A scheduler built on the user's ``groups`` groups keeps lists with one entry a group: split them alike."""
     for inner in getattr(scheduler, "_schedulers", ()):
         split_scheduler(inner, origins, groups)
     for name, value in getattr(scheduler, "__dict__", {}).items():
-        by_group = any(word in name for word in _BY_GROUP) and not any(word in name for word in _BY_TIME)
-        if by_group and isinstance(value, list) and len(value) == groups:
+        if is_by_group(name) and isinstance(value, list) and len(value) == groups:
             setattr(scheduler, name, [value[origin] for origin in origins])
 
 
 # What a split group has for itself; all else it shares with its siblings.
-_OF_ONE_PART = ("params", "param_names", "name", "moe")
+OF_ONE_PART = ("params", "param_names", "name", "moe")
 
 
 @contextlib.contextmanager
@@ -142,5 +146,5 @@ def users_groups(optimizer: torch.optim.Optimizer, groups: int):
     finally:
         optimizer.param_groups[:] = parts
         for part in parts:
-            shared = {key: value for key, value in first[part[ORIGIN_KEY]].items() if key not in _OF_ONE_PART}
+            shared = {key: value for key, value in first[part[ORIGIN_KEY]].items() if key not in OF_ONE_PART}
             part.update({key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in shared.items()})

@@ -24,8 +24,8 @@ LAYERS = [
     {"ops"},
     {"gradients"},
     {"weights"},
-    {"engine"},
     {"checkpoint"},
+    {"engine"},
     {"cli"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
@@ -38,6 +38,8 @@ PURE = {
     "folding/spec.py": ("torch", "deepspeed"),
     "folding/families.py": ("torch", "deepspeed"),
     "moe/weight_layout.py": ("torch", "deepspeed"),
+    "checkpoint/slices.py": ("torch", "deepspeed"),
+    "checkpoint/tensors.py": ("torch.distributed", "deepspeed"),
     "gradients/slices.py": ("torch.distributed", "deepspeed"),
     "gradients/buckets.py": ("torch.distributed", "deepspeed"),
     "ops/segments.py": ("torch.distributed", "deepspeed"),

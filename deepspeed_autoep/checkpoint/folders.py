@@ -1,0 +1,122 @@
+"""Folders of checkpoints: written aside, then renamed; ``latest`` names the last one that is whole.
+
+``save_dir/tag`` is a checkpoint. While it is written it is ``save_dir/.tag.saving``; a checkpoint of the same tag that it
+replaces is ``save_dir/.tag.replaced`` between two renames. So a save that dies leaves every other checkpoint as it was, and a
+folder without a dot is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from deepspeed_autoep.checkpoint.metadata import MANIFEST
+from deepspeed_autoep.errors import CheckpointError
+
+logger = logging.getLogger("deepspeed_autoep")
+
+LATEST = "latest"  # DeepSpeed's name
+
+
+def check_tag(tag: str) -> None:
+    """Raise :class:`CheckpointError` for a tag that is no name of a folder inside of the save folder."""
+    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST or "\0" in tag:
+        raise CheckpointError(f"tag={tag!r}: legal are names of folders without '/', that do not begin with '.', other than {LATEST!r}")
+
+
+def aside(save_dir: Path, tag: str) -> Path:
+    return save_dir / f".{tag}.saving"
+
+
+def _replaced(save_dir: Path, tag: str) -> Path:
+    return save_dir / f".{tag}.replaced"
+
+
+def begin(save_dir: Path, tag: str) -> Path:
+    """An empty folder to write to. What an interrupted save of the tag has left is removed, or put back in its place."""
+    save_dir.mkdir(parents=True, exist_ok=True)
+    _finish_replacing(save_dir, tag)
+    folder = aside(save_dir, tag)
+    if folder.exists():
+        shutil.rmtree(folder)
+    leftovers = sorted(path.name for path in save_dir.glob(".*.saving"))
+    if leftovers:
+        logger.warning("%s holds what interrupted saves have left: %s. Nothing reads it", save_dir, ", ".join(leftovers))
+    folder.mkdir()
+    return folder
+
+
+def commit(save_dir: Path, tag: str, save_latest: bool) -> None:
+    """Make what :func:`begin` gave the checkpoint ``tag``."""
+    folder, target, old = aside(save_dir, tag), save_dir / tag, _replaced(save_dir, tag)
+    sync_folder(folder)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(folder, target)
+    sync_folder(save_dir)
+    if save_latest:
+        write_latest(save_dir, tag)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def abandon(save_dir: Path, tag: str) -> None:
+    """Remove a save that failed, as far as that goes."""
+    shutil.rmtree(aside(save_dir, tag), ignore_errors=True)
+    if save_dir.is_dir():
+        _finish_replacing(save_dir, tag)
+
+
+def _finish_replacing(save_dir: Path, tag: str) -> None:
+    """After a save that died between the renames of :func:`commit`, or after them."""
+    old = _replaced(save_dir, tag)
+    if old.exists():
+        if (save_dir / tag).exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, save_dir / tag)
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    temporary = save_dir / f".{LATEST}.saving-file"
+    write_file(temporary, tag.encode())
+    os.replace(temporary, save_dir / LATEST)
+    sync_folder(save_dir)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """On storage when it returns."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Its entries are on storage when it returns."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def latest_tag(load_dir: Path) -> str | None:
+    """What ``latest`` names, or None without such a file."""
+    try:
+        return (load_dir / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def find(load_dir: Path, tag: str) -> Path:
+    """The folder of a checkpoint. Raises :class:`CheckpointError` that says which there are."""
+    check_tag(tag)
+    for folder in (load_dir / tag, _replaced(load_dir, tag)):
+        if folder.is_dir():
+            return folder
+    present = sorted(path.parent.name for path in load_dir.glob(f"*/{MANIFEST}"))
+    unfinished = f"; a save of it did not end ({aside(load_dir, tag).name})" if aside(load_dir, tag).is_dir() else ""
+    raise CheckpointError(f"{load_dir / tag} does not exist{unfinished}: {load_dir} has the checkpoints {present or 'none'}")

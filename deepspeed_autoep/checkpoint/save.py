@@ -1,0 +1,218 @@
+"""Write a checkpoint: every rank its pieces, the first rank what is small; all or nothing.
+
+The bytes go to a folder aside, which is renamed once every file of it is on storage (:mod:`folders`). Failures of any rank are
+raised on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from deepspeed_autoep.checkpoint import folders
+from deepspeed_autoep.checkpoint.metadata import MANIFEST, TENSORS, FileEntry, Manifest, manifest_bytes
+from deepspeed_autoep.checkpoint.planner import PieceSavePlanner
+from deepspeed_autoep.checkpoint.tensors import Piece
+from deepspeed_autoep.errors import CheckpointError
+from deepspeed_autoep.folding.groups import collectively
+
+logger = logging.getLogger("deepspeed_autoep")
+
+# A rank waits so long for the slowest one to write.
+_TIMEOUT = timedelta(hours=4)
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One rank's part of a checkpoint that is to be written."""
+
+    save_dir: Path
+    tag: str
+    save_latest: bool
+    pieces: list[Piece]
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]]  # of all ranks, see PieceSavePlanner
+    blobs: dict[str, bytes]  # beside the tensors, of this rank
+    files: dict[str, bytes]  # of the first rank: written beside the manifest
+    manifest: Manifest
+
+    def staged(self) -> SaveJob:
+        """With copies of the tensors in host memory: training may go on."""
+        return replace(self, pieces=[replace(piece, view=piece.view.detach().to("cpu", copy=True)) for piece in self.pieces])
+
+
+_GROUPS: dict[object, dist.ProcessGroup] = {}
+
+
+def checkpoint_group() -> dist.ProcessGroup:
+    """All ranks, on the CPU: its collectives may run beside those of training. Collective over the world, once."""
+    world = dist.group.WORLD
+    if world not in _GROUPS:
+        _GROUPS[world] = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    return _GROUPS[world]
+
+
+class _HashedStream:
+    """A file that is written from its beginning to its end, with its length and CRC-32."""
+
+    def __init__(self, stream) -> None:
+        self._stream = stream
+        self.length = self.crc = 0
+
+    def write(self, data) -> int:
+        view = memoryview(data).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        self.length += view.nbytes
+        self._stream.write(view)
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.length
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        self.flush()  # fsync follows
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _HashedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.entries: dict[str, FileEntry] = {}  # by name
+
+    @contextlib.contextmanager
+    def create_stream(self, path, mode: str) -> Iterator:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashed = _HashedStream(stream)
+            yield hashed
+            # torch.distributed.checkpoint renames what it has written under .tmp.
+            self.entries[Path(path).name.removesuffix(".tmp")] = FileEntry(bytes=hashed.length, crc32=hashed.crc)
+
+
+def write_checkpoint(job: SaveJob, group: dist.ProcessGroup) -> None:
+    """Collective over ``group``. Raises :class:`CheckpointError` on every rank; no other checkpoint is touched then."""
+    first = dist.get_rank(group) == 0
+    try:
+        folder = folders.aside(job.save_dir, job.tag)
+        _on_first(lambda: folders.begin(job.save_dir, job.tag), group)
+        written = _write_tensors(job, folder, group)
+        _on_first(lambda: _finish(job, folder, written), group)
+    except BaseException as error:
+        if first:
+            folders.abandon(job.save_dir, job.tag)
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            f"checkpoint {job.tag!r} could not be written to {job.save_dir}: {_reason(error)}. Checkpoints before it are as they were"
+        ) from error
+
+
+def _write_tensors(job: SaveJob, folder: Path, group: dist.ProcessGroup) -> dict[str, FileEntry]:
+    """The entries of all ranks' files, on the first rank."""
+    writer = FileSystemWriter(folder / TENSORS)
+    writer.fs = _HashedFiles()
+    planner = PieceSavePlanner(job.pieces, job.expected, job.blobs)
+    try:
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+    except dcp.CheckpointException as error:  # not an Exception
+        raise CheckpointError(failures_of(error)) from None
+    entries: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(entries, writer.fs.entries, group=group)
+    return {f"{TENSORS}/{name}": entry for part in entries for name, entry in part.items()}
+
+
+def failures_of(error: dcp.CheckpointException) -> str:
+    """Of all ranks; equal ones once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (failure, _) in sorted(error.failures.items()):
+        ranks.setdefault(_reason(failure), []).append(rank)
+    return "; ".join(f"{reason} (rank {', '.join(map(str, where))})" for reason, where in ranks.items())
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _finish(job: SaveJob, folder: Path, written: dict[str, FileEntry]) -> None:
+    for name, entry in written.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry.bytes:
+            raise CheckpointError(f"{path}, which a rank has written, is not seen by rank 0: save_dir must be on storage that all ranks share")
+    for name, content in job.files.items():
+        folders.write_file(folder / name, content)
+        written[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
+    folders.sync_folder(folder / TENSORS)
+    folders.write_file(folder / MANIFEST, manifest_bytes(job.manifest.model_copy(update={"files": written})))
+    folders.commit(job.save_dir, job.tag, job.save_latest)
+
+
+def _on_first(action: Callable[[], object], group: dist.ProcessGroup) -> None:
+    """Run by the first rank; its failure is every rank's."""
+    failure: list = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            action()
+        except Exception as error:
+            failure = [_reason(error)]
+    dist.broadcast_object_list(failure, group_src=0, group=group)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])
+
+
+class Saver:
+    """An engine's saves, one at a time; the asynchronous one in a thread beside the training."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future | None = None
+
+    def save(self, job: SaveJob, asynchronous: bool) -> None:
+        """Collective. An earlier save must have been waited for: :meth:`wait`."""
+        group = checkpoint_group()
+        if not asynchronous:
+            write_checkpoint(job, group)
+            return
+        staged = job.staged()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_autoep-save")
+        self._pending = self._executor.submit(write_checkpoint, staged, group)
+
+    def wait(self, stage_group) -> None:
+        """Until the save under way has ended, on all ranks; raises its failure on all of them. Collective over the stage."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            collectively(pending.result, stage_group)
+
+    def check(self, stage_group, device: torch.device) -> None:
+        """Raise the failure of a save that has ended, on all ranks in the same step. Collective over the stage while one is under way."""
+        if self._pending is None:
+            return
+        ended = torch.tensor([int(self._pending.done())], dtype=torch.int32, device=device)
+        dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=stage_group)
+        if ended.item():
+            self.wait(stage_group)
+
+    def close(self, stage_group) -> None:
+        try:
+            self.wait(stage_group)
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None

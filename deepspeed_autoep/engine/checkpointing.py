@@ -1,0 +1,314 @@
+"""``save_checkpoint`` and ``load_checkpoint`` of the engine, with DeepSpeed's signatures and return values.
+
+Saving describes what this rank holds (:mod:`logical_tensors`) and hands it to :mod:`deepspeed_autoep.checkpoint.save`. Loading
+checks all that can be checked, fills the same views, and then publishes what follows from them: the model's own weights from its
+masters, step counts, schedules, random states.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed_autoep.checkpoint import folders
+from deepspeed_autoep.checkpoint.load import check_tensors, read_pieces, read_training_state, verify_files
+from deepspeed_autoep.checkpoint.metadata import (
+    TRAINING_STATE,
+    Manifest,
+    TensorEntry,
+    Topology,
+    dtype_name,
+    read_manifest,
+)
+from deepspeed_autoep.checkpoint.save import SaveJob, Saver, checkpoint_group
+from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
+from deepspeed_autoep.engine.construction import FoldedConstruction
+from deepspeed_autoep.engine.logical_tensors import logical_tensors
+from deepspeed_autoep.engine.master_state import (
+    MasterState,
+    loss_scale_state,
+    master_state,
+    publish_masters,
+    set_loss_scale_state,
+)
+from deepspeed_autoep.engine.optimizer_entry import (
+    check_optimizer_entry,
+    describe_optimizer,
+    joined_scheduler_state,
+    prepare_states,
+    restore_optimizer,
+    split_scheduler_state,
+)
+from deepspeed_autoep.engine.param_groups import ORIGIN_KEY, is_by_group
+from deepspeed_autoep.engine.random_states import random_states, set_random_states
+from deepspeed_autoep.engine.replicas import differing_tensors
+from deepspeed_autoep.errors import CheckpointError, UnsupportedError
+from deepspeed_autoep.folding.groups import collectively, validate_folding_agreement
+from deepspeed_autoep.peft_adapters import transformers_model
+
+logger = logging.getLogger("deepspeed_autoep")
+
+_LIBRARIES = ("torch", "deepspeed", "transformers", "deepspeed_autoep")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint that has been checked against the engine, before anything is changed."""
+
+    folder: Path
+    manifest: Manifest
+    masters: MasterState
+    optimizer: bool  # whether its states are taken
+
+
+class CheckpointingEngine(FoldedConstruction):
+    """The part of the engine that saves and loads."""
+
+    _autoep_saver: Saver | None = None
+
+    @property
+    def autoep_saver(self) -> Saver:
+        if self._autoep_saver is None:
+            self._autoep_saver = Saver()
+        return self._autoep_saver
+
+    # Saving
+
+    def save_checkpoint(
+        self,
+        save_dir,
+        tag=None,
+        client_state=None,
+        save_latest=True,
+        exclude_frozen_parameters=False,
+        *,
+        asynchronous: bool | None = None,
+        exclude_optimizer_states: bool = False,
+    ) -> bool:
+        """Write ``save_dir/tag`` and, with ``save_latest``, the file ``save_dir/latest``. Collective over all ranks.
+
+        As DeepSpeed's: ``tag`` is ``global_step<N>`` by default, ``client_state`` is rank 0's. ``asynchronous`` (by default
+        ``expert_parallel.async_checkpoint``): copy this rank's part to host memory and write beside the training; the next save waits for
+        this one, and its failure is raised by the next ``step()`` or save.
+
+        Raises :class:`CheckpointError` on every rank if any rank could not write; other checkpoints are as they were then.
+        """
+        handles = self.autoep.handles
+        self.autoep_saver.wait(handles.stage_group)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        settings = {"save_checkpoint(save_dir=...)": str(save_dir), "save_checkpoint(tag=...)": tag}
+        validate_folding_agreement(handles.spec, settings, handles.stage_group)
+        self._warn_before_save()
+        job = self._collectively(
+            lambda: self._save_job(Path(save_dir), tag, client_state, save_latest, exclude_frozen_parameters, exclude_optimizer_states)
+        )
+        use_thread = self.autoep.config.expert.async_checkpoint if asynchronous is None else asynchronous
+        self.autoep_saver.save(job, use_thread)
+        return True
+
+    def _collectively(self, check: Callable[[], _Result]) -> _Result:
+        return collectively(check, self.autoep.handles.stage_group)
+
+    def _warn_before_save(self) -> None:
+        differing = differing_tensors(list(self.module.named_buffers()), self.autoep.handles, self.device)
+        if self.global_rank == 0:
+            if differing:
+                logger.warning("%d buffers differ between ranks, first %r: rank 0's are saved where rank 0 writes them", len(differing), differing[0][0])
+            if self.micro_steps % self.gradient_accumulation_steps():
+                logger.warning("the checkpoint is saved between backward and step: the gradients of %d passes are not in it", self.micro_steps % self.gradient_accumulation_steps())
+
+    def _save_job(self, save_dir: Path, tag: str, client_state, save_latest: bool, without_frozen: bool, without_states: bool) -> SaveJob:
+        folders.check_tag(tag)
+        if not isinstance(client_state, dict | None):
+            raise CheckpointError(f"client_state is a {type(client_state).__name__}: legal are a dict and None")
+        masters = master_state(self.optimizer)
+        tensors = logical_tensors(self, masters)
+        saved = [tensor for tensor in tensors if tensor.trained or tensor.is_buffer or not without_frozen]
+        if without_states:
+            saved = [tensor.weight_only() for tensor in saved]
+        return SaveJob(
+            save_dir=save_dir,
+            tag=tag,
+            save_latest=bool(save_latest),
+            pieces=pieces_to_write(saved),
+            expected={key: (tensor.cut.shape, dtype) for tensor in saved for key, dtype in tensor.keys.items()},
+            blobs={f"rng.{self.global_rank}": random_states()},
+            files=self._files(client_state) if self.global_rank == 0 else {},
+            manifest=self._manifest(masters, tensors, {tensor.name for tensor in saved}, without_states),
+        )
+
+    def _manifest(self, masters: MasterState, tensors: list[LogicalTensor], saved: set[str], without_states: bool) -> Manifest:
+        spec = self.autoep.handles.spec
+        return Manifest(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            libraries={"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}},
+            model=type(transformers_model(self.module)).__name__,
+            topology=Topology(
+                world_size=spec.world_size, tp=spec.tp_size, ep=spec.ep_size, etp=spec.etp_size, zero_stage=self.zero_optimization_stage()
+            ),
+            counters={name: int(getattr(self, name)) for name in _COUNTERS},
+            tensors={
+                tensor.name: TensorEntry(
+                    shape=tensor.cut.shape,
+                    dtype=dtype_name(tensor.weight_dtype),
+                    model_dtype=dtype_name(tensor.model_dtype),
+                    kind="buffer" if tensor.is_buffer else "parameter",
+                    trained=tensor.trained,
+                    stored=tensor.name in saved,
+                    aliases=tensor.aliases,
+                )
+                for tensor in tensors
+            },
+            optimizer=None if without_states else describe_optimizer(masters, self.autoep_families, self._autoep_groups),
+            loss_scale=None if without_states else loss_scale_state(self.optimizer),
+            random_states=True,
+        )
+
+    def _files(self, client_state: dict | None) -> dict[str, bytes]:
+        state: dict[str, Any] = {"client_state": client_state or {}, "lr_scheduler": None}
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = joined_scheduler_state(self.lr_scheduler.state_dict(), self._origins(), self._autoep_groups, is_by_group)
+        for name, part in self._data_efficiency().items():
+            state[name] = part.state_dict()
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        files = {TRAINING_STATE: buffer.getvalue()}
+        model = transformers_model(self.module)
+        for name, attribute in (("config.json", "config"), ("generation_config.json", "generation_config")):
+            config = getattr(model, attribute, None)
+            if hasattr(config, "to_json_string"):
+                files[name] = config.to_json_string(use_diff=False).encode()
+        return files
+
+    def _origins(self) -> list[int]:
+        return [part[ORIGIN_KEY] for part in self.basic_optimizer.param_groups]
+
+    def _data_efficiency(self) -> dict[str, Any]:
+        """What DeepSpeed's data efficiency library keeps from step to step, where it is used."""
+        found = {}
+        if self.training_dataloader is not None and self.curriculum_learning_enabled():
+            found["data_sampler"] = self.training_dataloader.data_sampler
+        if self.random_ltd_enabled() and self.random_ltd_scheduler is not None:
+            found["random_ltd"] = self.random_ltd_scheduler
+        return found
+
+    # Loading
+
+    def load_checkpoint(
+        self,
+        load_dir,
+        tag=None,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        """Load ``load_dir/tag``, or what ``load_dir/latest`` names, saved under any topology. Collective over all ranks.
+
+        Returns (path of the checkpoint, client_state); (None, None) with a warning where ``tag`` is None and there is no ``latest``.
+        ``load_module_only``: weights, and nothing else.
+
+        Raises :class:`CheckpointError` on every rank: files that are missing or damaged, tensors that are missing or of another shape, an
+        optimizer of another kind. Nothing is changed then.
+        """
+        handles = self.autoep.handles
+        self.autoep_saver.wait(handles.stage_group)
+        if custom_load_fn is not None:
+            raise UnsupportedError("custom_load_fn is not supported: the files hold slices of tensors. load_module_strict=False takes what both have")
+        load_dir = Path(load_dir)
+        tag = self._collectively(lambda: folders.latest_tag(load_dir)) if tag is None else str(tag)
+        validate_folding_agreement(handles.spec, {"load_checkpoint(load_dir=...)": str(load_dir), "load_checkpoint(tag=...)": tag}, handles.stage_group)
+        if tag is None:
+            logger.warning("%s has no file %r: nothing is loaded. Give a tag to load a checkpoint that it does not name", load_dir, folders.LATEST)
+            return None, None
+
+        group = checkpoint_group()
+        opened = self._collectively(lambda: self._open(folders.find(load_dir, tag), load_optimizer_states and not load_module_only))
+        tensors = self._collectively(lambda: self._tensors_in(opened, bool(load_module_strict)))
+        verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, group)
+        state = self._collectively(lambda: read_training_state(opened.folder))
+
+        if opened.optimizer:
+            prepare_states(opened.manifest.optimizer, opened.masters, self.autoep_families)
+            present = {tensor.name for tensor in tensors}
+            tensors = [tensor for tensor in logical_tensors(self, opened.masters) if tensor.name in present]
+        else:
+            tensors = [tensor.weight_only() for tensor in tensors]
+        source = None if load_module_only else self._random_source(opened.manifest)
+        with torch.no_grad():
+            blobs = read_pieces(opened.folder, pieces_to_read(tensors), [] if source is None else [source], group)
+            publish_masters(self.optimizer)
+        if opened.optimizer:
+            restore_optimizer(opened.manifest.optimizer, opened.masters, self.autoep_families)
+            set_loss_scale_state(self.optimizer, opened.manifest.loss_scale)
+        if not load_module_only:
+            self._restore_training(opened.manifest, state, load_lr_scheduler_states)
+            if source is not None:
+                set_random_states(blobs[source])
+        self.zero_grad()
+        return str(opened.folder), copy.deepcopy(state["client_state"])
+
+    def _open(self, folder: Path, with_optimizer: bool) -> _Opened:
+        manifest, masters = read_manifest(folder), master_state(self.optimizer)
+        entry = manifest.optimizer
+        if with_optimizer and entry is None and self.global_rank == 0:
+            logger.warning("checkpoint %s has no optimizer states: weights are loaded, the optimizer starts anew", folder)
+        if with_optimizer and entry is not None:
+            check_optimizer_entry(entry, masters, self.autoep_families, self._autoep_groups)
+        return _Opened(folder, manifest, masters, with_optimizer and entry is not None)
+
+    def _tensors_in(self, opened: _Opened, strict: bool) -> list[LogicalTensor]:
+        return check_tensors(opened.folder, opened.manifest, logical_tensors(self, opened.masters), strict)
+
+    def _random_source(self, manifest: Manifest) -> str | None:
+        """Whose random states this rank takes: its own, or under another topology those of its samples' data-parallel index."""
+        if not manifest.random_states:
+            return None
+        spec, saved = self.autoep.handles.spec, manifest.topology
+        if (spec.world_size, spec.tp_size) == (saved.world_size, saved.tp):
+            return f"rng.{self.global_rank}"
+        index = self.global_rank // spec.tp_size
+        if saved.world_size // saved.tp == spec.dp_size:
+            return f"rng.{index * saved.tp}"
+        if self.global_rank == 0:
+            logger.warning(
+                "the checkpoint is of %d data-parallel ranks and this run has %d: random states (dropout) are not those of the checkpoint",
+                saved.world_size // saved.tp,
+                spec.dp_size,
+            )
+        return None
+
+    def _restore_training(self, manifest: Manifest, state: dict[str, Any], with_scheduler: bool) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, manifest.counters[name])
+        self.loaded_checkpoint_mp_world_size = manifest.topology.tp
+        self.loaded_checkpoint_dp_world_size = manifest.topology.world_size // manifest.topology.tp
+        if with_scheduler and self.lr_scheduler is not None:
+            if state["lr_scheduler"] is None:
+                logger.warning("the checkpoint has no state of a learning rate scheduler: the engine's stays as it is")
+            else:
+                split = split_scheduler_state(state["lr_scheduler"], self._origins(), self._autoep_groups, is_by_group)
+                self.lr_scheduler.load_state_dict(split)
+        for name, part in self._data_efficiency().items():
+            if name in state:
+                part.load_state_dict(state[name])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
