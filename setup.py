@@ -54,11 +54,14 @@ setup(
         "torch>=2.9",
         "transformers>=5.17,<6",
         "pydantic>=2",
+        "safetensors",
+        "tqdm",
     ],
+    entry_points={"console_scripts": ["deepspeed-autoep = deepspeed_autoep.cli.main:main"]},
     extras_require={
         "gpu": ["triton"],  # comes with torch's CUDA wheels
         "test": ["pytest", "hypothesis", "ruff", "triton", "peft"],
-        "examples": ["matplotlib", "tqdm"],
+        "examples": ["matplotlib"],
     },
     ext_modules=extensions(),
     zip_safe=False,

@@ -1,0 +1,52 @@
+"""``deepspeed-autoep export``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+
+from deepspeed_autoep.checkpoint.reader import CheckpointReader, ModelTensors
+from deepspeed_autoep.errors import CheckpointError
+
+DTYPES = {"model": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def export(options: argparse.Namespace) -> None:
+    """Write a folder for ``from_pretrained``. Peak memory is that of one file, and of one slice of the checkpoint."""
+    from deepspeed_autoep.cli.inspect import verify
+    from deepspeed_autoep.weights.export import export_folder
+
+    reader = CheckpointReader(options.checkpoint)
+    if options.verify:
+        verify(reader)
+    source = ModelTensors(reader, DTYPES[options.dtype])
+    report = export_folder(
+        options.out,
+        source,
+        meta_model(reader),
+        max_shard_bytes=options.max_shard_size,
+        tokenizer=options.tokenizer,
+        overwrite=options.overwrite,
+    )
+    print(f"{report.folder}: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {len(report.weights)} files")
+
+
+def meta_model(reader: CheckpointReader) -> torch.nn.Module:
+    """The model that was saved, by its config.json, on the meta device. Raises :class:`CheckpointError`."""
+    import transformers
+
+    name = reader.manifest.model
+    kind = getattr(transformers, name, None)
+    if kind is None or not (reader.folder / "config.json").is_file():
+        what = "config.json" if kind is not None else f"a model class {name!r} in transformers {transformers.__version__}"
+        raise CheckpointError(f"checkpoint {reader.folder} cannot be exported: there is no {what}; engine.save_16bit_model exports from a running engine")
+    fields = json.loads((reader.folder / "config.json").read_text())
+    config = kind.config_class.from_dict(fields)
+    with torch.device("meta"):
+        model = kind(config)
+    generation = reader.folder / "generation_config.json"
+    if generation.is_file():
+        model.generation_config = transformers.GenerationConfig.from_dict(json.loads(generation.read_text()))
+    return model

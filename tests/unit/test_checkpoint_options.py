@@ -1,0 +1,511 @@
+"""What else is in a checkpoint, and what is refused before anything is changed."""
+
+import json
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_autoep.checkpoint.metadata import read_manifest
+from deepspeed_autoep.errors import CheckpointError
+from tests.unit.models import make_model
+from tests.unit.pool import run_on
+from tests.unit.runs import SAVED_AFTER, STEPS, run_steps, train_and_save
+from tests.unit.training import Case, build_engine, ds_config, my_share, relative
+
+CASE = Case("mixtral", 4, 2, 2, 1, steps=STEPS, samples=8)
+SMALL = replace(CASE, world=2, tp=1, ep=2, zero=2)
+TAG = f"global_step{SAVED_AFTER}"
+
+
+def bits(engine) -> list[int]:
+    """Checksums of everything that a load may change on this rank."""
+    from deepspeed_autoep.engine.logical_tensors import logical_tensors
+    from deepspeed_autoep.engine.master_state import master_state
+    from deepspeed_autoep.moe.lane_check import checksum
+
+    tensors = [*engine.module.parameters(), *engine.module.buffers()]
+    tensors += [held.value for tensor in logical_tensors(engine, master_state(engine.optimizer)) for held in tensor.held.values()]
+    return [checksum([tensor.detach()]).tolist() for tensor in tensors] + [
+        engine.global_steps,
+        engine.lr_scheduler.get_last_lr() if engine.lr_scheduler else None,
+        checksum([torch.get_rng_state()]).tolist(),
+        repr([{k: v for k, v in group.items() if k != "params"} for group in engine.basic_optimizer.param_groups]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    run_on(2, train_and_save, SMALL, str(folder))
+    return folder
+
+
+def copied(good: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    shutil.copytree(good, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+# Integrity
+
+
+def refused_load(case: Case, folder: str, options: dict | None = None, overrides: tuple = ()) -> tuple[str, bool]:
+    """The message, and whether the engine is as it was."""
+    engine = build_engine(case, make_model(case.family, seed=5, **dict(overrides)))
+    run_steps(engine, case, 0, 1)
+    before, message = bits(engine), "loaded"
+    try:
+        engine.load_checkpoint(folder, **(options or {}))
+    except CheckpointError as error:
+        message = str(error)
+    except Exception as error:  # on ranks that found nothing wrong themselves
+        message = f"{type(error).__name__}: {error}"
+    after = bits(engine)
+    engine.destroy()
+    return message, before == after
+
+
+FILES = ["checkpoint.json", "training_state.pt", "config.json", "tensors/.metadata", "tensors/__0_0.distcp", "tensors/__1_0.distcp"]
+DAMAGES = ["flipped", "truncated", "missing"]
+
+
+def damage(path: Path, how: str, seed: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    place = random.Random(seed).randrange(len(content))
+    if how == "flipped":
+        content[place] ^= 1 << random.Random(seed).randrange(8)
+    else:
+        del content[place:]
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_nothing_changes(name, how, good, tmp_path):
+    folder = copied(good, tmp_path)
+    damage(folder / TAG / name, how, f"{name}{how}")
+    for message, unchanged in run_on(2, refused_load, SMALL, str(folder)):
+        assert name in message and message != "loaded", message
+        assert unchanged
+
+
+def test_sizes_only_finds_what_has_another_size(good, tmp_path):
+    folder = copied(good, tmp_path)
+    case = replace(SMALL, expert_config=(("verify_checkpoint", "sizes"),))
+    damage(folder / TAG / "tensors/__1_0.distcp", "truncated", "x")
+    assert all("bytes" in message and unchanged for message, unchanged in run_on(2, refused_load, case, str(folder)))
+
+
+def test_every_byte_of_the_manifest_counts(good):
+    """A flip that leaves valid JSON is found by the manifest's own checksum."""
+    content = (good / TAG / "checkpoint.json").read_bytes()
+    digit = content.index(b'"global_steps": ') + len(b'"global_steps": ')
+    changed = content[:digit] + b"3" + content[digit + 1 :]
+    assert json.loads(changed)
+    path = good / TAG / "checkpoint.json"
+    try:
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="CRC-32"):
+            read_manifest(good / TAG)
+    finally:
+        path.write_bytes(content)
+
+
+def test_another_version_is_refused(good):
+    from deepspeed_autoep.checkpoint import metadata
+
+    manifest = read_manifest(good / TAG)
+    path = good / TAG / "checkpoint.json"
+    content = path.read_bytes()
+    try:
+        path.write_bytes(metadata.manifest_bytes(manifest.model_copy(update={"version": 99})))
+        with pytest.raises(CheckpointError, match="version 99.*legal is 1"):
+            read_manifest(good / TAG)
+    finally:
+        path.write_bytes(content)
+
+
+OTHER_MODELS = {
+    "another size": ((("intermediate_size", 64),), {}, ["gate_up_proj", "[8, 96, 32]", "[8, 128, 32]"]),
+    "another depth": ((("num_hidden_layers", 3),), {}, ["lacks", "model.layers.2", "load_module_strict"]),
+    "less depth": ((("num_hidden_layers", 1),), {"load_optimizer_states": False}, ["the model has not", "model.layers.1"]),
+    "no such tag": ((), {"tag": "global_step9"}, ["global_step9", "does not exist", TAG]),
+    "a wrong tag": ((), {"tag": "../x"}, ["'../x'", "legal"]),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_MODELS)
+def test_what_does_not_fit_is_named_and_nothing_changes(what, good):
+    overrides, options, words = OTHER_MODELS[what]
+    for message, unchanged in run_on(2, refused_load, SMALL, str(good), options, overrides):
+        assert all(word in message for word in words), message
+        assert unchanged
+
+
+def test_another_optimizer_is_refused(good):
+    for message, unchanged in run_on(2, refused_load, replace(SMALL, optimizer="SGD"), str(good)):
+        assert "'AdamW'" in message and "'SGD'" in message and "load_optimizer_states=False" in message and unchanged
+
+
+def loads_with(case: Case, folder: str, options: dict, overrides: tuple = ()):
+    engine = build_engine(case, make_model(case.family, seed=5, **dict(overrides)))
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("deepspeed_autoep")
+    logger.addHandler(handler)
+    try:
+        result = engine.load_checkpoint(folder, **options)
+    finally:
+        logger.removeHandler(handler)
+    weight = engine.module.model.norm.weight.detach().clone()
+    states = len(engine.basic_optimizer.state)
+    steps = engine.global_steps
+    engine.destroy()
+    return result, records, weight, states, steps
+
+
+def test_a_partial_model_loads_when_it_is_asked_for(good):
+    options = {"load_module_strict": False, "load_optimizer_states": False}
+    result, records, weight, _, steps = run_on(2, loads_with, SMALL, str(good), options, (("num_hidden_layers", 3),))[0]
+    assert result[0].endswith(TAG) and steps == SAVED_AFTER
+    assert any("lacks" in record for record in records)
+    assert not torch.equal(weight, torch.ones_like(weight))
+
+
+def test_module_only(good):
+    result, _, weight, states, steps = run_on(2, loads_with, SMALL, str(good), {"load_module_only": True})[0]
+    assert result[0].endswith(TAG) and result[1] == {"seen": 7}
+    assert steps == 0 and states == 0
+    assert not torch.equal(weight, torch.ones_like(weight))
+
+
+def test_nothing_to_load(tmp_path):
+    result, records, *_ = run_on(2, loads_with, SMALL, str(tmp_path), {})[0]
+    assert result == (None, None) and any("latest" in record for record in records)
+
+
+def saves_without_states(case: Case, folder: str):
+    return train_and_save(case, folder, False, {"exclude_optimizer_states": True, "tag": TAG})
+
+
+def test_a_checkpoint_without_optimizer_states_says_so(tmp_path, good):
+    run_on(2, saves_without_states, SMALL, str(tmp_path))
+    result, records, _, states, steps = run_on(2, loads_with, SMALL, str(tmp_path), {})[0]
+    assert any("no optimizer states" in record for record in records)
+    assert result[0] and states == 0 and steps == SAVED_AFTER
+
+    def size(folder):
+        return sum(path.stat().st_size for path in folder.rglob("*.distcp"))
+
+    assert size(tmp_path) < 0.5 * size(good)
+
+
+# What is in it
+
+
+def test_each_byte_is_written_once_and_by_all_ranks(tmp_path):
+    """Unique state: fp32 weights and two moments."""
+    case = replace(CASE, overrides=(("vocab_size", 4096), ("hidden_size", 128), ("intermediate_size", 256)))
+    for zero in (0, 1):
+        folder = tmp_path / str(zero)
+        run_on(4, train_and_save, replace(case, zero=zero), str(folder))
+        files = [path.stat().st_size for path in folder.rglob("*.distcp")]
+        parameters = sum(p.numel() for p in make_model("mixtral", **dict(case.overrides)).parameters())
+        assert len(files) == 4
+        assert 3 * 4 * parameters <= sum(files) < 1.06 * 3 * 4 * parameters  # small tensors: headers weigh more than in a real model
+        assert max(files) < 1.3 * min(files)
+
+
+def schedule_and_groups(case: Case, folder: str, load: bool):
+    """A scheduler, two groups of the user's own with options that change while training, and a buffer."""
+    import deepspeed_autoep
+
+    model = make_model(case.family, seed=5 if load else 0)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)],
+        milestones=[3],
+    )
+    engine, *_ = deepspeed_autoep.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config(case))
+    first = SAVED_AFTER
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, first)
+        engine.save_checkpoint(folder)
+    curve = run_steps(engine, case, first, STEPS)
+    rates = sorted({(group["autoep_origin"], group["lr"], group["weight_decay"]) for group in engine.basic_optimizer.param_groups})
+    engine.destroy()
+    return curve, rates
+
+
+def test_schedules_and_groups_go_on_under_another_topology(tmp_path):
+    """The optimizer has other groups there: of each of the user's, other parts."""
+    curve, rates = run_on(4, schedule_and_groups, CASE, str(tmp_path), False)[0]
+    other, other_rates = run_on(2, schedule_and_groups, replace(CASE, world=2, tp=1, ep=1, zero=0), str(tmp_path), True)[0]
+    assert len(rates) == 2 and rates == other_rates
+    for mine, right in zip(other, curve, strict=True):
+        assert relative(mine[0], right[0]) < 1e-5 and relative(mine[1], right[1]) < 1e-5
+
+
+def dropped(case: Case, folder: str, load: bool):
+    """With dropout: the curve after the save."""
+    engine = build_engine(case, make_model(case.family, seed=5 if load else 0, attention_dropout=0.3))
+    torch.manual_seed(100 + dist.get_rank() // case.tp + (50 if load else 0))
+    random.seed(load)
+    numpy.random.seed(int(load))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, SAVED_AFTER)
+        engine.save_checkpoint(folder)
+    curve = run_steps(engine, case, SAVED_AFTER, STEPS)
+    engine.destroy()
+    return curve, random.random(), numpy.random.rand()
+
+
+def test_random_states_go_on(tmp_path):
+    """Bit for bit at the same topology; with the same data parallelism under another tensor parallelism, dropout is that of the
+    samples' own rank."""
+    case = replace(CASE, world=2, tp=1, ep=2)
+    before = run_on(2, dropped, case, str(tmp_path), False)
+    assert run_on(2, dropped, case, str(tmp_path), True) == before
+
+
+# Frozen, tied, buffers
+
+
+def frozen_round(case: Case, folder: str, load: bool, exclude: bool = False):
+    import deepspeed_autoep
+
+    model = make_model(case.family, seed=5 if load else 0, **dict(case.overrides))
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+    engine = build_engine(case, model)
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, 2)
+        for _, buffer in engine.module.named_buffers():
+            if buffer.is_floating_point() and buffer.shape == (8,):
+                buffer.copy_(torch.arange(8.0))  # a load-balancing bias
+        engine.save_checkpoint(folder, exclude_frozen_parameters=exclude)
+    state = deepspeed_autoep.consolidated_state_dict(engine)
+    engine.destroy()
+    return state
+
+
+FROZEN = [
+    (replace(CASE, overrides=(("tie_word_embeddings", True),)), replace(CASE, world=2, tp=1, ep=1, zero=0, overrides=(("tie_word_embeddings", True),))),
+    (replace(CASE, family="gpt_oss", tp=1, etp=2), replace(CASE, family="gpt_oss", world=4, tp=4, ep=4, zero=2)),
+]
+
+
+@pytest.mark.parametrize("pair", FROZEN, ids=str)
+def test_frozen_and_tied_parameters(pair, tmp_path):
+    before, after = pair
+    saved = run_on(before.world, frozen_round, before, str(tmp_path), False)[0]
+    loaded = run_on(after.world, frozen_round, after, str(tmp_path), True)[0]
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path):
+    saved = run_on(4, frozen_round, CASE, str(tmp_path), False, True)[0]
+    manifest = read_manifest(tmp_path / "global_step2")
+    left_out = {name for name, entry in manifest.tensors.items() if not entry.stored}
+    assert left_out == {"model.embed_tokens.weight", "model.layers.0.mlp.experts.down_proj"}
+    loaded = run_on(4, frozen_round, CASE, str(tmp_path), True)[0]
+    own = make_model("mixtral", seed=5).state_dict()
+    for name in saved:
+        assert torch.equal(loaded[name], own[name] if name in left_out else saved[name])
+
+
+DEEPSEEK = replace(CASE, family="deepseek_v3", world=4, tp=2, ep=4)
+
+
+def buffers_round(case: Case, folder: str, load: bool):
+    import deepspeed_autoep
+
+    engine = build_engine(case, make_model(case.family, seed=5 if load else 0))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, 1)
+        for name, buffer in engine.module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-1, 1, buffer.numel()))
+        engine.save_checkpoint(folder)
+    state = deepspeed_autoep.consolidated_state_dict(engine)
+    engine.destroy()
+    return state
+
+
+def test_buffers(tmp_path):
+    saved = run_on(4, buffers_round, DEEPSEEK, str(tmp_path), False)[0]
+    assert any(name.endswith("e_score_correction_bias") and value.any() for name, value in saved.items())
+    loaded = run_on(2, buffers_round, replace(DEEPSEEK, world=2, tp=1, ep=1), str(tmp_path), True)[0]
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+# Calls that are refused
+
+
+def refused_saves(case: Case, folder: str) -> list[str]:
+    engine = build_engine(case)
+    rank = dist.get_rank()
+    messages = []
+    for options in (
+        {"tag": "a/b"},
+        {"tag": ".hidden"},
+        {"tag": "latest"},
+        {"tag": f"rank{rank}"},
+        {"client_state": [1]} if rank == 0 else {},
+    ):
+        try:
+            engine.save_checkpoint(folder, **options)
+            messages.append("saved")
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    return messages
+
+
+def test_saves_that_are_refused_on_every_rank(tmp_path):
+    for messages in run_on(2, refused_saves, SMALL, str(tmp_path)):
+        assert all("legal" in message for message in (*messages[:3], messages[4])), messages
+        assert "rank0" in messages[3] and "rank1" in messages[3]
+    assert list(tmp_path.iterdir()) == []
+
+
+def accumulates(case: Case, folder: str) -> list[float]:
+    """A load discards gradients of a backward pass before it."""
+    engine = build_engine(case)
+    batch = my_share(torch.arange(3, 3 + 8 * 9).remainder(60).view(8, 9) + 3, case)
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    engine.load_checkpoint(folder)
+    curve = run_steps(engine, case, SAVED_AFTER, STEPS)
+    engine.destroy()
+    return [loss for loss, _ in curve]
+
+
+def test_gradients_before_a_load_are_discarded(good):
+    from tests.unit.training import reference_of
+
+    losses = run_on(2, accumulates, SMALL, str(good))[0]
+    assert all(relative(mine, right) < 1e-5 for mine, right in zip(losses, reference_of(SMALL).losses[SAVED_AFTER:], strict=True))
+
+
+# Asynchronous saves
+
+
+def saves_beside(case: Case, folder: str):
+    """Steps go on while the save is held up; it holds the state at its call. A second save waits for the first."""
+    import threading
+
+    from deepspeed_autoep.checkpoint import save
+
+    engine = build_engine(case)
+    curve = run_steps(engine, case, 0, SAVED_AFTER)
+    gate, original = threading.Event(), save._write_tensors
+
+    def held_up(job, path, group):
+        gate.wait(60)
+        return original(job, path, group)
+
+    save._write_tensors = held_up
+    try:
+        engine.save_checkpoint(folder, client_state={"seen": 7}, asynchronous=True)
+        curve += run_steps(engine, case, SAVED_AFTER, STEPS)
+        unfinished = not (Path(folder) / "latest").exists()
+        gate.set()
+        engine.save_checkpoint(folder, tag="second", save_latest=False, asynchronous=True)
+        first_is_there = (Path(folder) / "latest").exists()
+        engine.destroy()  # waits
+        second_is_there = (Path(folder) / "second" / "checkpoint.json").exists()
+    finally:
+        save._write_tensors = original
+    return curve, unfinished, first_is_there, second_is_there
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_an_asynchronous_save(zero, tmp_path):
+    from tests.unit.runs import load_and_train
+
+    case = replace(SMALL, zero=zero)
+    curve, unfinished, first_is_there, second_is_there = run_on(2, saves_beside, case, str(tmp_path))[0]
+    assert unfinished and first_is_there and second_is_there
+    assert run_on(2, load_and_train, case, str(tmp_path))[0] == curve[SAVED_AFTER:]
+
+
+def fails_beside(case: Case, folder: str) -> list[str]:
+    """The save of rank 1 fails; every rank raises in the same step."""
+    from deepspeed_autoep.checkpoint import planner
+
+    case = replace(case, expert_config=(("async_checkpoint", True),))
+    engine = build_engine(case)
+    run_steps(engine, case, 0, 1)
+    original = planner.PieceSavePlanner.resolve_data
+
+    def resolve(self, item):
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return original(self, item)
+
+    planner.PieceSavePlanner.resolve_data = resolve
+    messages = []
+    try:
+        engine.save_checkpoint(folder)
+        for step in range(200):
+            try:
+                run_steps(engine, case, 1, 2)
+            except Exception as error:
+                messages.append(f"{step} {error}")
+                break
+    finally:
+        planner.PieceSavePlanner.resolve_data = original
+    run_steps(engine, case, 2, 3)  # the engine goes on
+    engine.save_checkpoint(folder, asynchronous=False)
+    engine.destroy()
+    return messages
+
+
+def test_a_failed_asynchronous_save_is_raised_by_a_step_on_every_rank(tmp_path):
+    messages = run_on(2, fails_beside, SMALL, str(tmp_path))
+    assert all("No space left" in message and "rank 1" in message for (message,) in messages), messages
+    assert len({message.split()[0] for (message,) in messages}) == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        name for name in sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) if not name.startswith(".")
+    ]
+
+
+def saves_before_a_step(case: Case, folder: str, load: bool) -> list:
+    engine = build_engine(case, make_model(case.family, seed=5 if load else 0))
+    if load:
+        run_steps(engine, case, 3, 5)  # its states must go
+        engine.load_checkpoint(folder)
+    else:
+        engine.save_checkpoint(folder)
+    curve = run_steps(engine, case, 0, 3)
+    engine.destroy()
+    return curve
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_checkpoint_before_the_first_step(zero, tmp_path):
+    case = replace(SMALL, zero=zero)
+    assert run_on(2, saves_before_a_step, case, str(tmp_path), False) == run_on(2, saves_before_a_step, case, str(tmp_path), True)
+
