@@ -30,7 +30,7 @@ def consolidated_state_dict(engine) -> dict[str, torch.Tensor] | None:
         raise ModelError(f"consolidated_state_dict takes an engine of deepspeed_autoep.initialize, got {type(engine).__name__}")
     keep = dist.get_rank() == 0
     full: dict[str, torch.Tensor] = {}
-    gathered = _gather_parameters(engine)
+    gathered = gatherers(engine)
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
         value = gathered[tensor]() if tensor in gathered else tensor.detach()
         if keep:
@@ -38,8 +38,8 @@ def consolidated_state_dict(engine) -> dict[str, torch.Tensor] | None:
     return full if keep else None
 
 
-def _gather_parameters(engine) -> dict[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Sharded parameter -> a collective that returns its full value."""
+def gatherers(engine) -> dict[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Sharded parameter -> a collective over all ranks that returns its full value on each."""
     found: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
     for module in engine.module.modules():
         if isinstance(module, AutoEPMoELayer):
@@ -62,6 +62,15 @@ def _gather_experts(local: torch.Tensor, tensor: ExpertTensor, handles: FoldingG
     """[E / ep, ..., 1/etp of I, ...] -> [E, ..., I, ...]."""
     whole = join_etp_parts(_gather(local, handles.etp_group).chunk(handles.spec.etp_size), tensor)
     return _gather(whole, handles.ep_group)
+
+
+def gather_expert(local: torch.Tensor, tensor: ExpertTensor, handles: FoldingGroupHandles, expert: int) -> torch.Tensor:
+    """Expert ``expert`` of a stacked tensor, ``[1, ..., I, ...]``, on every rank. ``local``: this rank's part. Collective over all ranks."""
+    owner, place = divmod(expert, local.shape[0])
+    row = local[place : place + 1]
+    whole = join_etp_parts(_gather(row, handles.etp_group).chunk(handles.spec.etp_size), tensor).contiguous()
+    dist.broadcast(whole, handles.ep_ranks[owner], group=handles.ep_group)
+    return whole
 
 
 def _gather_expert_adapter(adapter: ExpertAdapter, handles: FoldingGroupHandles) -> torch.Tensor:

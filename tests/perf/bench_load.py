@@ -20,7 +20,6 @@ import os
 import platform
 import socket
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -45,31 +44,6 @@ def config_of(gib: float, hidden: int = 1024):
         num_local_experts=experts,
         num_experts_per_tok=2,
     )
-
-
-class AnonymousPeak:
-    """Highest RssAnon of this process while the context lasts, above that at its start."""
-
-    def __enter__(self) -> AnonymousPeak:
-        self._start = self.peak = self._now()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.peak = max(self.peak, self._now()) - self._start
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.peak = max(self.peak, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
 
 def build(way: str, folder: str, options):
@@ -107,7 +81,7 @@ def load(rank: int, port: int, way: str, folder: str, options, results) -> None:
     import torch
     import transformers
 
-    from tests.perf.memory import tensor_bytes
+    from tests.perf.memory import AnonymousPeak, tensor_bytes
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import threading
 import weakref
 
 import torch
@@ -32,6 +33,31 @@ def reset_resident_peak() -> None:
     """Linux: 5 in clear_refs sets VmHWM to VmRSS."""
     with open("/proc/self/clear_refs", "w") as control:
         control.write("5")
+
+
+class AnonymousPeak:
+    """Highest RssAnon of this process while the context lasts, above that at its start."""
+
+    def __enter__(self) -> AnonymousPeak:
+        self._start = self.peak = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, self._now()) - self._start
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon:")) * 1024
 
 
 class LiveTensors(TorchDispatchMode):

@@ -49,7 +49,7 @@ def pairs():
                 yield pytest.param(at(family, before), at(family, after), marks=[] if always else pytest.mark.full, id=f"{family}-{before}-to-{after}")
 
 
-@pytest.mark.parametrize("before, after", pairs())
+@pytest.mark.parametrize("before, after", list(pairs()))
 def test_a_run_goes_on_under_another_topology(before, after, saved):
     curve = run_on(after.world, load_and_train, after, saved(before))[0]
     check(curve, after)
