@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _OPEN_FILES = 2  # mapped at a time: tensors of one layer may lie in two files
 # safetensors' names (its README, "Format") -> torch's.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -83,7 +83,7 @@ class SafetensorsFolder:
                         raise ConfigError(f"tensor {name!r} is in two files: {self.tensors[name].path} and {path}")
                     piece = file.get_slice(name)
                     stored = piece.get_dtype()
-                    self.tensors[name] = StoredTensor(path, tuple(piece.get_shape()), _DTYPES.get(stored), stored)
+                    self.tensors[name] = StoredTensor(path, tuple(piece.get_shape()), DTYPES.get(stored), stored)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} cannot be read as a safetensors file: {error}") from None
 
