@@ -33,6 +33,7 @@ from deepspeed_autoep.checkpoint.metadata import (
 from deepspeed_autoep.checkpoint.save import SaveJob, Saver, checkpoint_group
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
 from deepspeed_autoep.engine.construction import FoldedConstruction
+from deepspeed_autoep.engine.export_source import EngineTensors
 from deepspeed_autoep.engine.logical_tensors import logical_tensors
 from deepspeed_autoep.engine.master_state import (
     MasterState,
@@ -55,6 +56,7 @@ from deepspeed_autoep.engine.replicas import differing_tensors
 from deepspeed_autoep.errors import CheckpointError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, validate_folding_agreement
 from deepspeed_autoep.peft_adapters import transformers_model
+from deepspeed_autoep.weights.export import export_folder
 
 logger = logging.getLogger("deepspeed_autoep")
 
@@ -203,6 +205,40 @@ class CheckpointingEngine(FoldedConstruction):
         if self.random_ltd_enabled() and self.random_ltd_scheduler is not None:
             found["random_ltd"] = self.random_ltd_scheduler
         return found
+
+    # Exporting
+
+    def save_16bit_model(
+        self,
+        save_dir,
+        save_filename=None,
+        exclude_frozen_parameters=False,
+        *,
+        max_shard_bytes: int = 5 * 10**9,
+        tokenizer=None,
+        overwrite: bool = False,
+    ) -> bool:
+        """Write the model, in the dtype in which it trains, as a Hugging Face folder that ``from_pretrained`` loads: safetensors files of at
+        most ``max_shard_bytes``, its configuration, and the tokenizer files of the folder ``tokenizer``. Collective over all ranks; rank 0
+        writes, and holds one file's tensors in host memory.
+
+        Raises, on every rank, what :func:`deepspeed_autoep.weights.export.export_folder` does on rank 0.
+        """
+        if save_filename is not None:
+            raise UnsupportedError(f"save_filename={save_filename!r} is not supported: the files have the names that from_pretrained looks for; pass None")
+        if exclude_frozen_parameters:
+            raise UnsupportedError("exclude_frozen_parameters=True is not supported: from_pretrained needs the whole model")
+        if transformers_model(self.module) is not self.module:
+            raise UnsupportedError(
+                "save_16bit_model of a PEFT model is not supported: engine.module.save_pretrained(folder, state_dict="
+                "deepspeed_autoep.consolidated_state_dict(engine)) on rank 0 writes its adapter"
+            )
+        self.autoep_saver.wait(self.autoep.handles.stage_group)
+        group = checkpoint_group()
+        source = self._collectively(lambda: EngineTensors(self, group))
+        options = {"max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer, "overwrite": overwrite}
+        source.run(lambda: export_folder(Path(save_dir), source, self.module, **options))
+        return True
 
     # Loading
 

@@ -32,10 +32,6 @@ logger = logging.getLogger("deepspeed_autoep")
 INPUT_CHECKS = 2
 # At most so many forwards are watched for reads of experts' weights around their module: it costs time in each operation.
 WATCHED_FORWARDS = 100
-_NO_EXPORT = (
-    "{} does not know folded models yet: DeepSpeed's files would hold one rank's experts in the place of all. "
-    "deepspeed_autoep.consolidated_state_dict(engine) gathers the whole model on rank 0, for save_pretrained(state_dict=...)"
-)
 
 
 class AutoEPEngine(CheckpointingEngine):
@@ -219,9 +215,6 @@ class AutoEPEngine(CheckpointingEngine):
 
     def clip_fp32_gradients(self):
         """Done in :meth:`_clip_or_skip`, with the norm that counts every element once."""
-
-    def save_16bit_model(self, *args, **kwargs):
-        raise UnsupportedError(_NO_EXPORT.format("save_16bit_model"))
 
     def destroy(self) -> None:
         """As DeepSpeed's; also waits for a save under way, and gives DeepSpeed's group registry back its former content."""
