@@ -220,9 +220,6 @@ def misused(case: Case):
     engine = build_engine(case)
     errors = []
     for call in (
-        lambda: engine.save_checkpoint("anywhere"),
-        lambda: engine.load_checkpoint("anywhere"),
-        lambda: engine.save_16bit_model("anywhere"),
         lambda: deepspeed_autoep.initialize(model=engine.module, config=BASE),
     ):
         try:
@@ -235,9 +232,8 @@ def misused(case: Case):
 
 def test_calls_that_would_lose_data():
     for errors in run_on(4, misused, Case(), timeout=SECONDS):
-        assert [kind for kind, _ in errors] == ["UnsupportedError"] * 3 + ["ModelError"]
-        assert all("consolidated_state_dict" in message for _, message in errors[:3])
-        assert "folded already" in errors[3][1]
+        assert [kind for kind, _ in errors] == ["ModelError"]
+        assert "folded already" in errors[0][1]
 
 
 def optimizer_of(what: str):
