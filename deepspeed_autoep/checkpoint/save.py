@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from deepspeed_autoep.checkpoint import folders
 from deepspeed_autoep.checkpoint.metadata import MANIFEST, TENSORS, FileEntry, Manifest, manifest_bytes
@@ -31,6 +34,7 @@ logger = logging.getLogger("deepspeed_autoep")
 
 # A rank waits so long for the slowest one to write.
 _TIMEOUT = timedelta(hours=4)
+_FILE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,17 @@ class _HashedStream:
     def __init__(self, stream) -> None:
         self._stream = stream
         self.length = self.crc = 0
+        self.failure: OSError | None = None
 
     def write(self, data) -> int:
         view = memoryview(data).cast("B")
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self.crc = zlib.crc32(view, self.crc)
         self.length += view.nbytes
-        self._stream.write(view)
         return view.nbytes
 
     def tell(self) -> int:
@@ -101,9 +110,46 @@ class _HashedFiles(FileSystem):
                 yield stream
                 return
             hashed = _HashedStream(stream)
-            yield hashed
+            try:
+                yield hashed
+            except Exception:
+                # torch.save reports a failed write as a wrong position in its archive.
+                if hashed.failure is not None:
+                    raise OSError(hashed.failure.errno, hashed.failure.strerror, str(path)) from None
+                raise
             # torch.distributed.checkpoint renames what it has written under .tmp.
             self.entries[Path(path).name.removesuffix(".tmp")] = FileEntry(bytes=hashed.length, crc32=hashed.crc)
+
+
+class _Writer(FileSystemWriter):
+    """Files of at most ``_FILE_BYTES`` of tensors (a larger one alone): DCP keeps copies of all tensors of a file until it is written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _HashedFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(_portions(plan.items)):
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            results += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results)
+        return future
+
+
+def _portions(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    portion: list[WriteItem] = []
+    size = 0
+    for item in items:
+        own = 0 if item.tensor_data is None else prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+        if portion and size + own > _FILE_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(item)
+        size += own
+    if portion:
+        yield portion
 
 
 def write_checkpoint(job: SaveJob, group: dist.ProcessGroup) -> None:
@@ -126,8 +172,7 @@ def write_checkpoint(job: SaveJob, group: dist.ProcessGroup) -> None:
 
 def _write_tensors(job: SaveJob, folder: Path, group: dist.ProcessGroup) -> dict[str, FileEntry]:
     """The entries of all ranks' files, on the first rank."""
-    writer = FileSystemWriter(folder / TENSORS)
-    writer.fs = _HashedFiles()
+    writer = _Writer(folder / TENSORS)
     planner = PieceSavePlanner(job.pieces, job.expected, job.blobs)
     try:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)

@@ -62,6 +62,8 @@ logger = logging.getLogger("deepspeed_autoep")
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "deepspeed_autoep")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+# Of DeepSpeed's signature.
+_DEFAULT_FILE = "pytorch_model.bin"
 _Result = TypeVar("_Result")
 
 
@@ -211,7 +213,7 @@ class CheckpointingEngine(FoldedConstruction):
     def save_16bit_model(
         self,
         save_dir,
-        save_filename=None,
+        save_filename=_DEFAULT_FILE,
         exclude_frozen_parameters=False,
         *,
         max_shard_bytes: int = 5 * 10**9,
@@ -224,8 +226,8 @@ class CheckpointingEngine(FoldedConstruction):
 
         Raises, on every rank, what :func:`deepspeed_autoep.weights.export.export_folder` does on rank 0.
         """
-        if save_filename is not None:
-            raise UnsupportedError(f"save_filename={save_filename!r} is not supported: the files have the names that from_pretrained looks for; pass None")
+        if save_filename != _DEFAULT_FILE:
+            raise UnsupportedError(f"save_filename={save_filename!r} is not supported: the files have the names that from_pretrained looks for; leave it out")
         if exclude_frozen_parameters:
             raise UnsupportedError("exclude_frozen_parameters=True is not supported: from_pretrained needs the whole model")
         if transformers_model(self.module) is not self.module:
@@ -272,8 +274,9 @@ class CheckpointingEngine(FoldedConstruction):
             return None, None
 
         group = checkpoint_group()
-        opened = self._collectively(lambda: self._open(folders.find(load_dir, tag), load_optimizer_states and not load_module_only))
-        tensors = self._collectively(lambda: self._tensors_in(opened, bool(load_module_strict)))
+        opened, tensors = self._collectively(
+            lambda: self._open(folders.find(load_dir, tag), load_optimizer_states and not load_module_only, bool(load_module_strict))
+        )
         verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, group)
         state = self._collectively(lambda: read_training_state(opened.folder))
 
@@ -297,17 +300,16 @@ class CheckpointingEngine(FoldedConstruction):
         self.zero_grad()
         return str(opened.folder), copy.deepcopy(state["client_state"])
 
-    def _open(self, folder: Path, with_optimizer: bool) -> _Opened:
+    def _open(self, folder: Path, with_optimizer: bool, strict: bool) -> tuple[_Opened, list[LogicalTensor]]:
+        """The checkpoint and those of this rank's tensors that it holds. Local; nothing is changed."""
         manifest, masters = read_manifest(folder), master_state(self.optimizer)
+        tensors = check_tensors(folder, manifest, logical_tensors(self, masters), strict)
         entry = manifest.optimizer
         if with_optimizer and entry is None and self.global_rank == 0:
             logger.warning("checkpoint %s has no optimizer states: weights are loaded, the optimizer starts anew", folder)
         if with_optimizer and entry is not None:
             check_optimizer_entry(entry, masters, self.autoep_families, self._autoep_groups)
-        return _Opened(folder, manifest, masters, with_optimizer and entry is not None)
-
-    def _tensors_in(self, opened: _Opened, strict: bool) -> list[LogicalTensor]:
-        return check_tensors(opened.folder, opened.manifest, logical_tensors(self, opened.masters), strict)
+        return _Opened(folder, manifest, masters, with_optimizer and entry is not None), tensors
 
     def _random_source(self, manifest: Manifest) -> str | None:
         """Whose random states this rank takes: its own, or under another topology those of its samples' data-parallel index."""

@@ -173,8 +173,12 @@ class AutoEPEngine(CheckpointingEngine):
                     f"the optimizer holds {held} parameters and had {len(self.autoep_families)} at initialize: give all groups there"
                 )
 
-    def _take_model_step(self, lr_kwargs):
+    def step(self, lr_kwargs=None):
+        """As DeepSpeed's. Raises :class:`CheckpointError` after the step where an asynchronous save has failed since the last one."""
+        super().step(lr_kwargs)
         self.autoep_saver.check(self.autoep.handles.stage_group, self.device)
+
+    def _take_model_step(self, lr_kwargs):
         self._refuse_changed_parameters()
         if not isinstance(self.optimizer, FoldedZeroOptimizer):
             self._reduce_whole_gradients()

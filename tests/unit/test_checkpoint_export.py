@@ -125,7 +125,7 @@ def copied(exported: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy" / "global_step1"
 
 
-@pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "tensors/.metadata", "checkpoint.json", "config.json"])
+@pytest.mark.parametrize("name", ["tensors/__0_0_0.distcp", "tensors/.metadata", "checkpoint.json", "config.json"])
 @pytest.mark.parametrize("command", ["inspect", "export"])
 def test_commands_name_damage(command, name, exported, tmp_path, capsys):
     folder = copied(exported, tmp_path)
@@ -165,7 +165,7 @@ def refused_exports(case: Case, folder: str) -> list[str]:
     dist.barrier()
     messages = []
     for out, options in (
-        ("a", {"save_filename": "pytorch_model.bin"}),
+        ("a", {"save_filename": "model.bin"}),
         ("a", {"exclude_frozen_parameters": True}),
         ("a", {"max_shard_bytes": 0}),
         ("a", {"tokenizer": "nowhere"}),

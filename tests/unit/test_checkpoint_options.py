@@ -72,7 +72,7 @@ def refused_load(case: Case, folder: str, options: dict | None = None, overrides
     return message, before == after
 
 
-FILES = ["checkpoint.json", "training_state.pt", "config.json", "tensors/.metadata", "tensors/__0_0.distcp", "tensors/__1_0.distcp"]
+FILES = ["checkpoint.json", "training_state.pt", "config.json", "tensors/.metadata", "tensors/__0_0_0.distcp", "tensors/__1_0_0.distcp"]
 DAMAGES = ["flipped", "truncated", "missing"]
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_named_and_nothing_changes(name, how, good, tmp_path):
 def test_sizes_only_finds_what_has_another_size(good, tmp_path):
     folder = copied(good, tmp_path)
     case = replace(SMALL, expert_config=(("verify_checkpoint", "sizes"),))
-    damage(folder / TAG / "tensors/__1_0.distcp", "truncated", "x")
+    damage(folder / TAG / "tensors/__1_0_0.distcp", "truncated", "x")
     assert all("bytes" in message and unchanged for message, unchanged in run_on(2, refused_load, case, str(folder)))
 
 
@@ -487,9 +487,7 @@ def test_a_failed_asynchronous_save_is_raised_by_a_step_on_every_rank(tmp_path):
     messages = run_on(2, fails_beside, SMALL, str(tmp_path))
     assert all("No space left" in message and "rank 1" in message for (message,) in messages), messages
     assert len({message.split()[0] for (message,) in messages}) == 1
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        name for name in sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) if not name.startswith(".")
-    ]
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def saves_before_a_step(case: Case, folder: str, load: bool) -> list:

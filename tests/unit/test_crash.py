@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_autoep.checkpoint import folders, save
-from deepspeed_autoep.checkpoint.load import read_pieces
-from deepspeed_autoep.checkpoint.metadata import Manifest, Topology, damaged_files, read_manifest
+from deepspeed_autoep.checkpoint.metadata import Manifest, TensorEntry, Topology
+from deepspeed_autoep.checkpoint.reader import CheckpointReader
 from deepspeed_autoep.checkpoint.save import SaveJob, checkpoint_group, write_checkpoint
 from deepspeed_autoep.checkpoint.tensors import Piece
 from deepspeed_autoep.errors import CheckpointError
@@ -43,7 +43,10 @@ def job(folder: str, tag: str, value: float, expected=None) -> SaveJob:
             model="",
             topology=Topology(world_size=WORLD, tp=1, ep=1, etp=1, zero_stage=0),
             counters={},
-            tensors={},
+            tensors={
+                str(index): TensorEntry(shape=(WORLD, COLUMNS), dtype="float32", model_dtype="float32", kind="parameter", trained=True)
+                for index in range(TENSORS)
+            },
             optimizer=None,
             loss_scale=None,
             random_states=True,
@@ -86,13 +89,10 @@ def save_twice(folder: str, second_tag: str, dying: tuple[int, ...], moment: int
 
 
 def stored_value(folder: Path) -> float:
-    """What ``latest`` names, read and verified as a load does: the one value of all elements."""
-    found = folders.find(folder, folders.latest_tag(folder))
-    manifest = read_manifest(found)
-    assert damaged_files(found, manifest.files, manifest.files) == []
-    pieces = [Piece(f"model.{i}", (WORLD, COLUMNS), ((0, WORLD), (0, COLUMNS)), torch.zeros(WORLD, COLUMNS)) for i in range(TENSORS)]
-    read_pieces(found, pieces, [], None)
-    values = {value for piece in pieces for value in piece.view.unique().tolist()}
+    """What ``latest`` names, verified: the one value of all elements."""
+    reader = CheckpointReader(folder)
+    assert len(list(reader.verify())) == len(reader.manifest.files)
+    values = {value for name in reader.tensors() for value in reader.read(name).unique().tolist()}
     assert len(values) == 1, values
     return values.pop()
 
@@ -287,3 +287,18 @@ def save_apart(folder: str) -> str:
 def test_storage_that_ranks_do_not_share_is_an_error(tmp_path):
     for message in run_on(WORLD, save_apart, str(tmp_path)):
         assert "storage that all ranks share" in message
+
+
+def save_in_portions(folder: str) -> None:
+    save._FILE_BYTES = 2 * 4 * COLUMNS
+    try:
+        write_checkpoint(job(folder, "parts", 5.0), checkpoint_group())
+    finally:
+        save._FILE_BYTES = 1 << 28
+
+
+def test_large_parts_are_several_files(tmp_path):
+    run_on(WORLD, save_in_portions, str(tmp_path))
+    files = sorted(path.name for path in (tmp_path / "parts" / "tensors").glob("*.distcp"))
+    assert files == [f"__{rank}_{number}_0.distcp" for rank in range(WORLD) for number in range(TENSORS // 2)]
+    assert stored_value(tmp_path) == 5.0
