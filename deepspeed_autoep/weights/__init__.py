@@ -1,1 +1,1 @@
-"""Weights that are read from safetensors files into a model on the meta device, part by part."""
+"""Weights in safetensors files: read into a model on the meta device part by part, and written for others to read."""
