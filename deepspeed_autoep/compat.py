@@ -12,12 +12,25 @@ from typing import Any
 
 import deepspeed
 
+# Keys and file names of DeepSpeed's own checkpoints. (0.19.8)
+from deepspeed.checkpoint import constants as stock_keys
+
+# How DeepSpeed's checkpoints say which part of a parameter a rank of AutoTP's group holds, and how a scaled part's optimizer
+# states follow. (0.19.8)
+from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION, SCALE_POWER_BY_STATE, ParamAffineMap
+
 # The attribute in which AutoTP notes how it cut a parameter. (0.19.8)
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META as _DS_AUTOTP_UC_META
+
+# Instances of it stand in universal checkpoints of models with fused weights. (0.19.8)
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape as _SubparamShape
 from deepspeed.module_inject import set_autotp_mode as _set_autotp_mode
 
 # Empty map returned by our _configure_expert_parallel: parameters are cut in place, so nothing needs re-pointing. (0.19.8)
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
+
+# What its AutoEP calls the modules of the families that it knows, which it renames. (0.19.8)
+from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS as _PRESET_MODELS
 
 # Its presets by name: an unknown one would be ignored. (0.19.8)
 from deepspeed.module_inject.autotp_config import AutoTPPresets
@@ -29,8 +42,11 @@ from deepspeed.module_inject.layers import GatherFromTensorParallelRegion, Linea
 # Which of the wrappers an engine built, so that the matching subclass takes its place; exact types only. (0.19.8)
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 
-# What an optimizer of a mixed model needs and DeepSpeed did not make for it: the loss scaler of a low-precision dtype. (0.19.8)
+# What an optimizer of a mixed model needs and DeepSpeed did not make for it: the loss scaler of a low-precision dtype. The two
+# classes stand in its checkpoints. (0.19.8)
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler as _CreateLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as _DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import LossScaler as _LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 # Parses tensor_parallel, its presets included, into layer specs. (0.19.8)
@@ -38,6 +54,9 @@ from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan, get_tensor
 
 # initialize() merges what deepspeed.tp_model_init recorded into the configuration. (0.19.8)
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config, merge_tp_model_init_into_config
+
+# The stage, as its optimizers write it. (0.19.8)
+from deepspeed.runtime.zero.config import ZeroStageEnum as _ZeroStageEnum
 
 # initialize() leaves a zero.Init context while it builds an engine. (0.19.8)
 from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
@@ -52,9 +71,13 @@ from deepspeed.utils import groups as _groups
 # The engine's map of parameters to names. (0.19.8)
 from deepspeed.utils.debug import debug_clear_module_and_param_names, debug_extract_module_and_param_names
 
+# Where a parameter's elements lie in a partition. (0.19.8)
+from deepspeed.utils.tensor_fragment import fragment_address as _fragment_address
+
 from deepspeed_autoep.errors import ConfigError
 
 __all__ = [
+    "AFFINE_MAP_FORMAT_VERSION",
     "AutoTPCut",
     "DeepSpeedZeroOptimizer",
     "FP16_Optimizer",
@@ -64,7 +87,10 @@ __all__ = [
     "GroupBinding",
     "IPGBucket",
     "LinearLayer",
+    "ParamAffineMap",
     "ReplacementSourceMap",
+    "SCALE_POWER_BY_STATE",
+    "STOCK_CLASSES",
     "TensorParallel_Layer",
     "autotp_cut",
     "bind_groups",
@@ -76,6 +102,8 @@ __all__ = [
     "restore_init_context",
     "set_optimizer_flags",
     "shutdown_init_context",
+    "stock_expert_names",
+    "stock_keys",
     "training_autotp",
     "user_layer_specs",
     "without_debug_names",
@@ -83,6 +111,9 @@ __all__ = [
 
 # Tags parameters for optimizers that need it; deepspeed.initialize calls it right before the engine. (0.19.8)
 set_optimizer_flags = deepspeed.set_optimizer_flags
+
+# Whose instances DeepSpeed's checkpoint files hold, beside tensors and plain data. (0.19.8)
+STOCK_CLASSES = (_DynamicLossScaler, _LossScaler, _SubparamShape, _ZeroStageEnum, _fragment_address)
 
 _GROUP_VARIABLES = (
     "_TENSOR_MODEL_PARALLEL_GROUP",
@@ -246,3 +277,20 @@ def user_layer_specs(tensor_parallel: dict) -> tuple[list[dict], list[str]] | No
             }
         )
     return specs, partial
+
+
+def stock_expert_names(preset_model: str) -> dict[str, str | None] | None:
+    """What the model calls the parts of an experts block that DeepSpeed's AutoEP renames (router, experts, w1, w2, w3,
+    shared_experts, shared_experts_gate); None for a preset that it does not know. (0.19.8)"""
+    preset = _PRESET_MODELS.get(preset_model)
+    if preset is None:
+        return None
+    return {
+        "router": preset.router_pattern,
+        "experts": preset.experts_pattern,
+        "w1": preset.expert_w1,
+        "w2": preset.expert_w2,
+        "w3": preset.expert_w3,
+        "shared_experts": preset.shared_experts_pattern or None,
+        "shared_experts_gate": preset.shared_experts_gate_pattern or None,
+    }
