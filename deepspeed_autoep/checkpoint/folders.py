@@ -103,10 +103,10 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def latest_tag(load_dir: Path) -> str | None:
-    """What ``latest`` names, or None without such a file."""
+def latest_tag(load_dir: Path, universal: bool = False) -> str | None:
+    """What ``latest`` names, or None without such a file; with ``universal`` the one that DeepSpeed's conversion writes."""
     try:
-        return (load_dir / LATEST).read_text().strip()
+        return (load_dir / (f"{LATEST}_universal" if universal else LATEST)).read_text().strip()
     except FileNotFoundError:
         return None
 

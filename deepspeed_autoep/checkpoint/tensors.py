@@ -66,8 +66,11 @@ class LogicalTensor:
 
     def weight_only(self) -> LogicalTensor:
         """Without the optimizer's states."""
-        held = {state: value for state, value in self.held.items() if state == WEIGHT}
-        return replace(self, dtypes={WEIGHT: self.weight_dtype}, held=held)
+        return self.only(WEIGHT)
+
+    def only(self, state: str) -> LogicalTensor:
+        """One of its states."""
+        return replace(self, dtypes={state: self.dtypes[state]}, held={key: value for key, value in self.held.items() if key == state})
 
     @property
     def keys(self) -> dict[str, torch.dtype]:

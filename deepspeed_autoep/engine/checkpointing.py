@@ -23,6 +23,7 @@ import torch
 from deepspeed_autoep.checkpoint import folders
 from deepspeed_autoep.checkpoint.load import check_tensors, read_pieces, read_training_state, verify_files
 from deepspeed_autoep.checkpoint.metadata import (
+    MANIFEST,
     TRAINING_STATE,
     Manifest,
     TensorEntry,
@@ -31,6 +32,7 @@ from deepspeed_autoep.checkpoint.metadata import (
     read_manifest,
 )
 from deepspeed_autoep.checkpoint.save import SaveJob, Saver, checkpoint_group
+from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.export_source import EngineTensors
@@ -53,6 +55,7 @@ from deepspeed_autoep.engine.optimizer_entry import (
 from deepspeed_autoep.engine.param_groups import ORIGIN_KEY, is_by_group
 from deepspeed_autoep.engine.random_states import random_states, set_random_states
 from deepspeed_autoep.engine.replicas import differing_tensors
+from deepspeed_autoep.engine.stock_checkpoint import StockCheckpoint, open_stock_checkpoint, read_stock
 from deepspeed_autoep.errors import CheckpointError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, validate_folding_agreement
 from deepspeed_autoep.peft_adapters import transformers_model
@@ -75,6 +78,7 @@ class _Opened:
     manifest: Manifest
     masters: MasterState
     optimizer: bool  # whether its states are taken
+    stock: StockCheckpoint | None = None  # where DeepSpeed has written it
 
 
 class CheckpointingEngine(FoldedConstruction):
@@ -267,18 +271,18 @@ class CheckpointingEngine(FoldedConstruction):
         if custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is not supported: the files hold slices of tensors. load_module_strict=False takes what both have")
         load_dir = Path(load_dir)
-        tag = self._collectively(lambda: folders.latest_tag(load_dir)) if tag is None else str(tag)
+        tag = self._collectively(lambda: folders.latest_tag(load_dir, self.load_universal_checkpoint())) if tag is None else str(tag)
         validate_folding_agreement(handles.spec, {"load_checkpoint(load_dir=...)": str(load_dir), "load_checkpoint(tag=...)": tag}, handles.stage_group)
         if tag is None:
             logger.warning("%s has no file %r: nothing is loaded. Give a tag to load a checkpoint that it does not name", load_dir, folders.LATEST)
             return None, None
 
-        group = checkpoint_group()
         opened, tensors = self._collectively(
             lambda: self._open(folders.find(load_dir, tag), load_optimizer_states and not load_module_only, bool(load_module_strict))
         )
-        verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, group)
-        state = self._collectively(lambda: read_training_state(opened.folder))
+        if opened.stock is None:
+            verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, checkpoint_group())
+        state = self._collectively(lambda: self._training_state(opened))
 
         if opened.optimizer:
             prepare_states(opened.manifest.optimizer, opened.masters, self.autoep_families)
@@ -288,7 +292,7 @@ class CheckpointingEngine(FoldedConstruction):
             tensors = [tensor.weight_only() for tensor in tensors]
         source = None if load_module_only else self._random_source(opened.manifest)
         with torch.no_grad():
-            blobs = read_pieces(opened.folder, pieces_to_read(tensors), [] if source is None else [source], group)
+            blobs = self._read(opened, tensors, [] if source is None else [source])
             publish_masters(self.optimizer)
         if opened.optimizer:
             restore_optimizer(opened.manifest.optimizer, opened.masters, self.autoep_families)
@@ -300,16 +304,37 @@ class CheckpointingEngine(FoldedConstruction):
         self.zero_grad()
         return str(opened.folder), copy.deepcopy(state["client_state"])
 
+    def _read(self, opened: _Opened, tensors: list[LogicalTensor], blob_keys: list[str]) -> dict[str, bytes]:
+        if opened.stock is None:
+            return read_pieces(opened.folder, pieces_to_read(tensors), blob_keys, checkpoint_group())
+        self._collectively(lambda: read_stock(opened.stock, tensors))
+        return {}
+
+    def _training_state(self, opened: _Opened) -> dict[str, Any]:
+        if opened.stock is None:
+            return read_training_state(opened.folder)
+        reader, origins = opened.stock.reader, opened.stock.scheduler_origins
+        scheduler = reader.lr_scheduler
+        if scheduler is not None and origins is not None:
+            scheduler = joined_scheduler_state(scheduler, origins, self._autoep_groups, is_by_group)
+        return {"client_state": reader.client_state, "lr_scheduler": scheduler}
+
     def _open(self, folder: Path, with_optimizer: bool, strict: bool) -> tuple[_Opened, list[LogicalTensor]]:
         """The checkpoint and those of this rank's tensors that it holds. Local; nothing is changed."""
-        manifest, masters = read_manifest(folder), master_state(self.optimizer)
-        tensors = check_tensors(folder, manifest, logical_tensors(self, masters), strict)
+        masters = master_state(self.optimizer)
+        tensors = logical_tensors(self, masters)
+        stock = None
+        if not (folder / MANIFEST).exists() and detect(folder) is not None:
+            stock = open_stock_checkpoint(folder, tensors, masters, self.autoep_families, self._autoep_groups, self.gradient_accumulation_steps())
+        manifest = read_manifest(folder) if stock is None else stock.manifest
+        tensors = check_tensors(folder, manifest, tensors, strict)
         entry = manifest.optimizer
         if with_optimizer and entry is None and self.global_rank == 0:
-            logger.warning("checkpoint %s has no optimizer states: weights are loaded, the optimizer starts anew", folder)
+            reason = "" if stock is None else f" ({stock.reader.states_missing})"
+            logger.warning("checkpoint %s has no optimizer states%s: weights are loaded, the optimizer starts anew", folder, reason)
         if with_optimizer and entry is not None:
             check_optimizer_entry(entry, masters, self.autoep_families, self._autoep_groups)
-        return _Opened(folder, manifest, masters, with_optimizer and entry is not None), tensors
+        return _Opened(folder, manifest, masters, with_optimizer and entry is not None, stock), tensors
 
     def _random_source(self, manifest: Manifest) -> str | None:
         """Whose random states this rank takes: its own, or under another topology those of its samples' data-parallel index."""
