@@ -308,6 +308,10 @@ def _not_as_described(folder, model, source, options):
     source.read = lambda name, expert=None: source.tensors[name].double()
 
 
+def _misshapen(folder, model, source, options):
+    source.read = lambda name, expert=None: source.tensors[name][..., :-1]
+
+
 DOWN = "model.layers.0.mlp.experts.down_proj"
 BAD = {
     "weights": (_weights, ConfigError, "out='.*made' holds weights already, 'pytorch_model.bin' .*overwrite=True"),
@@ -325,6 +329,7 @@ BAD = {
     "quantized": (_config(quantization_config={"quant_method": "fp8"}), ModelError, "quantization_config"),
     "dtype": (_tensor(HEAD, lambda tensor: tensor.to(torch.float8_e4m3fn)), ModelError, "'lm_head.weight' is torch.float8_e4m3fn: legal are"),
     "not as described": (_not_as_described, ModelError, r"'model.embed_tokens.weight' was read as \[64, 32\] torch.float64 on cpu, described"),
+    "of another shape": (_misshapen, ModelError, r"'model.embed_tokens.weight' was read as \[64, 31\] torch.float32 on cpu, described as \[64, 32\]"),
     "generation in config": (_config(temperature=0.5), ModelError, "configuration of MixtralForCausalLM cannot be saved: (?s:.*)temperature"),
 }
 
