@@ -3,6 +3,7 @@ torch optimizer."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from deepspeed_autoep.engine.half import FoldedFusedOptimizer, FoldedUnfusedOpti
 from deepspeed_autoep.engine.zero import FoldedZeroOptimizer
 from deepspeed_autoep.errors import UnsupportedError
 
+# DeepSpeed's FusedAdam counts a group's steps in the state of its last tensor; the others keep what they began with.
+_COUNTS_BY_GROUP = "FusedAdam"
 STEP = "step"  # a count, also where it is a tensor and the parameter has one element
 
 
@@ -40,7 +43,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class MasterState:
-    """Of one engine. ``owners``: every parameter that the optimizer trains; ``fragments``: what of them is this rank's."""
+    """Of one engine, now. ``owners``: every parameter that the optimizer trains; ``fragments``: what of them is this rank's."""
 
     base: torch.optim.Optimizer
     owners: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
@@ -53,10 +56,26 @@ class MasterState:
 
     def values(self, parameter: torch.Tensor) -> dict[str, object]:
         """The other states: step counts."""
-        return {
+        found = {
             name: value
             for name, value in self._states(parameter)
             if value is not None and not self._is_elementwise(name, value, parameter)
+        }
+        if STEP in found and type(self.base).__name__ == _COUNTS_BY_GROUP:
+            found[STEP] = self._group_steps[id(self._groups[self.owners[parameter]])]
+        return found
+
+    @functools.cached_property
+    def _groups(self) -> dict[torch.Tensor, dict]:
+        """Owner -> the optimizer's group that holds it."""
+        return {owner: group for group in self.base.param_groups for owner in group["params"]}
+
+    @functools.cached_property
+    def _group_steps(self) -> dict[int, int]:
+        """Of each group the largest count of its owners, when first asked."""
+        return {
+            id(group): max((self.base.state.get(owner, {}).get(STEP, 0) for owner in group["params"]), default=0)
+            for group in self.base.param_groups
         }
 
     def _states(self, parameter: torch.Tensor) -> Iterator[tuple[str, object]]:
@@ -77,7 +96,7 @@ class MasterState:
     def set_value(self, parameter: torch.Tensor, name: str, value: object) -> None:
         owner = self.owners[parameter]
         if isinstance(value, torch.Tensor):
-            group = next(group for group in self.base.param_groups if any(owner is each for each in group["params"]))
+            group = self._groups[owner]
             on_device = name != STEP or group.get("capturable") or group.get("fused")  # torch keeps step counts on the host
             value = value.to(owner.device if on_device else "cpu", copy=True)
         self.base.state[owner][name] = value

@@ -286,6 +286,45 @@ def test_random_states_go_on(tmp_path):
     assert run_on(2, dropped, case, str(tmp_path), True) == before
 
 
+ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+def configured(case: Case, folder: str, load: bool, torch_adam: bool):
+    """The optimizer and a schedule of the configuration: torch's AdamW or DeepSpeed's FusedAdam, and its WarmupLR."""
+    import deepspeed_autoep
+    from tests.unit.training import allow_fp16_on_cpu
+
+    if case.dtype == "fp16":
+        allow_fp16_on_cpu()
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    config = ds_config(case) | {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": torch_adam}}, "scheduler": scheduler}
+    engine, *_ = deepspeed_autoep.initialize(model=make_model(case.family, seed=5 if load else 0), config=config)
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, SAVED_AFTER)
+        engine.save_checkpoint(folder)
+    curve = run_steps(engine, case, SAVED_AFTER, STEPS)
+    kind, rate = type(engine.basic_optimizer).__name__, engine.get_lr()[0]
+    engine.destroy()
+    return curve, kind, rate
+
+
+@pytest.mark.parametrize("dtype, zero", [("fp32", 0), ("fp32", 2), ("fp16", 0), ("bf16", 0)])
+@pytest.mark.parametrize("torch_adam", [True, False], ids=["torch", "fused"])
+def test_optimizers_and_schedules_of_the_configuration(torch_adam, dtype, zero, tmp_path):
+    case = replace(CASE, dtype=dtype, zero=zero)
+    before, kind, rate = run_on(4, configured, case, str(tmp_path), False, torch_adam)[0]
+    assert kind == ("AdamW" if torch_adam else "FusedAdam")
+    if dtype != "fp32":
+        assert run_on(4, configured, case, str(tmp_path), True, torch_adam)[0] == (before, kind, rate)
+        return
+    after, _, other_rate = run_on(2, configured, replace(case, world=2, tp=1, ep=1, zero=1), str(tmp_path), True, torch_adam)[0]
+    assert rate == other_rate
+    for mine, right in zip(after, before, strict=True):
+        assert relative(mine[0], right[0]) < 1e-5 and relative(mine[1], right[1]) < 1e-5
+
+
 # Frozen, tied, buffers
 
 
