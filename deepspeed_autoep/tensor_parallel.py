@@ -339,12 +339,26 @@ def _check_user_specs_of_wrapped(name: str, wrapper: nn.Module, cut_of: Callable
             )
 
 
+def cut_modules(model: nn.Module, plan: PartitionPlan) -> set[str]:
+    """Names of the modules that AutoTP replaces by its own."""
+    model_type = str(getattr(getattr(model, "config", None), "model_type", "")).lower()
+    found = set()
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            spec = next((spec for spec in plan.layer_specs if _applies(spec, f"{name}.weight", model_type)), None)
+            if spec is not None and spec["partition_type"] != "skip":
+                found.add(name)
+    return found
+
+
 def _described(spec: dict | None) -> str:
     return "nothing (whole)" if spec is None else ", ".join(f"{key}={spec[key]!r}" for key in ("partition_type", "gather_output", "shape"))
 
 
 def _applies(spec: dict, parameter_name: str, model_type: str) -> bool:
     """As AutoTP decides: the first spec of which this is true is the parameter's."""
-    if spec["model_types"] and model_type not in {str(kind).lower() for kind in spec["model_types"]}:
+    kinds = spec.get("model_types")
+    if kinds and model_type not in {str(kind).lower() for kind in kinds}:
         return False
     return any(re.match(pattern, parameter_name) for pattern in spec["patterns"])

@@ -13,8 +13,9 @@ from deepspeed_autoep.errors import ModelError
 from deepspeed_autoep.folding.groups import FoldingGroupHandles, all_gather_single
 from deepspeed_autoep.moe.cutting import join_etp_parts
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
-from deepspeed_autoep.moe.weight_layout import ExpertTensor
+from deepspeed_autoep.moe.weight_layout import ExpertShard, ExpertTensor
 from deepspeed_autoep.peft_adapters import ExpertAdapter, expert_adapters
+from deepspeed_autoep.quantization.experts import QuantizerBuffer, join_buffer
 
 
 @torch.no_grad()
@@ -31,10 +32,14 @@ def consolidated_state_dict(engine) -> dict[str, torch.Tensor] | None:
     keep = dist.get_rank() == 0
     full: dict[str, torch.Tensor] = {}
     gathered = gatherers(engine)
+    quantizers = _gather_quantizers(engine)
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
-        value = gathered[tensor]() if tensor in gathered else tensor.detach()
+        if name in quantizers:
+            values = quantizers[name]()
+        else:
+            values = {name: gathered[tensor]() if tensor in gathered else tensor.detach()}
         if keep:
-            full[name] = value.cpu().clone()
+            full |= {key: value.cpu().clone() for key, value in values.items()}
     return full if keep else None
 
 
@@ -56,6 +61,29 @@ def gatherers(engine) -> dict[torch.Tensor, Callable[[], torch.Tensor]]:
         parameter = engine.module.get_parameter(name)
         found[parameter] = partial(_gather, parameter.detach(), engine.autoep.handles.tp_group)
     return found
+
+
+def _gather_quantizers(engine) -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
+    """Name of a quantized expert's buffer, as this rank counts experts -> a collective that returns the whole buffers by name:
+    those of all ranks' experts in this place."""
+    found: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+    for name, module in engine.module.named_modules():
+        for buffer in getattr(module, "autoep_quantizers", ()):
+            found[f"{name}.{buffer.name}"] = partial(_gather_quantizer, name, module, buffer, engine.autoep.handles)
+    return found
+
+
+def _gather_quantizer(prefix: str, module: AutoEPMoELayer, buffer: QuantizerBuffer, handles: FoldingGroupHandles) -> dict[str, torch.Tensor]:
+    spec, held = handles.spec, module.get_buffer(buffer.name)
+    parts = _gather(_gather(held.reshape(1, -1), handles.etp_group), handles.ep_group).view(spec.ep_size, spec.etp_size, *held.shape)
+    shards = [
+        [ExpertShard.of(module.autoep.layout.num_experts, spec.ep_size, ep_rank, spec.etp_size, etp_rank) for etp_rank in range(spec.etp_size)]
+        for ep_rank in range(spec.ep_size)
+    ]
+    pieces = [list(zip(row, part, strict=True)) for row, part in zip(shards, parts, strict=True)]
+    if buffer.expert is None:
+        return {f"{prefix}.{buffer.name}": join_buffer([piece for row in pieces for piece in row], buffer)}
+    return {f"{prefix}.{buffer.logical_name(row[0].first)}": join_buffer(own, buffer) for row, own in zip(shards, pieces, strict=True)}
 
 
 def _gather_experts(local: torch.Tensor, tensor: ExpertTensor, handles: FoldingGroupHandles) -> torch.Tensor:

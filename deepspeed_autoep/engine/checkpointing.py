@@ -31,6 +31,7 @@ from deepspeed_autoep.checkpoint.metadata import (
     dtype_name,
     read_manifest,
 )
+from deepspeed_autoep.checkpoint.quantized import QUANTIZATION, saved_structure, structure_bytes
 from deepspeed_autoep.checkpoint.save import SaveJob, Saver, checkpoint_group
 from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
@@ -53,12 +54,14 @@ from deepspeed_autoep.engine.optimizer_entry import (
     split_scheduler_state,
 )
 from deepspeed_autoep.engine.param_groups import ORIGIN_KEY, is_by_group
+from deepspeed_autoep.engine.placements import placements
 from deepspeed_autoep.engine.random_states import random_states, set_random_states
 from deepspeed_autoep.engine.replicas import differing_tensors
 from deepspeed_autoep.engine.stock_checkpoint import StockCheckpoint, open_stock_checkpoint, read_stock
 from deepspeed_autoep.errors import CheckpointError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, validate_folding_agreement
 from deepspeed_autoep.peft_adapters import transformers_model
+from deepspeed_autoep.quantization import check_structure, structure_of
 from deepspeed_autoep.weights.export import export_folder
 
 logger = logging.getLogger("deepspeed_autoep")
@@ -130,7 +133,9 @@ class CheckpointingEngine(FoldedConstruction):
         return collectively(check, self.autoep.handles.stage_group)
 
     def _warn_before_save(self) -> None:
-        differing = differing_tensors(list(self.module.named_buffers()), self.autoep.handles, self.device)
+        places = placements(self.module, self.autoep.sites, self.autoep.plan, self.autoep.handles)
+        whole = [(name, buffer) for name, buffer in self.module.named_buffers() if buffer not in places or places[buffer].holders == "stage"]
+        differing = differing_tensors(whole, self.autoep.handles, self.device)
         if self.global_rank == 0:
             if differing:
                 logger.warning("%d buffers differ between ranks, first %r: rank 0's are saved where rank 0 writes them", len(differing), differing[0][0])
@@ -193,6 +198,8 @@ class CheckpointingEngine(FoldedConstruction):
         buffer = io.BytesIO()
         torch.save(state, buffer)
         files = {TRAINING_STATE: buffer.getvalue()}
+        if structure := structure_of(self.module):
+            files[QUANTIZATION] = structure_bytes(structure)
         model = transformers_model(self.module)
         for name, attribute in (("config.json", "config"), ("generation_config.json", "generation_config")):
             config = getattr(model, attribute, None)
@@ -327,6 +334,8 @@ class CheckpointingEngine(FoldedConstruction):
         if not (folder / MANIFEST).exists() and detect(folder) is not None:
             stock = open_stock_checkpoint(folder, tensors, masters, self.autoep_families, self._autoep_groups, self.gradient_accumulation_steps())
         manifest = read_manifest(folder) if stock is None else stock.manifest
+        if stock is None:
+            check_structure(saved_structure(folder, manifest), self.module)
         tensors = check_tensors(folder, manifest, tensors, strict)
         entry = manifest.optimizer
         if with_optimizer and entry is None and self.global_rank == 0:

@@ -53,6 +53,7 @@ from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.interface_check import InterfaceCheck
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.peft_adapters import cut_expert_adapters, expert_adapters, hidden_weights
+from deepspeed_autoep.quantization.experts import cut_expert_quantizers, is_quantized_site
 from deepspeed_autoep.tensor_parallel import PartitionPlan
 from deepspeed_autoep.weights.plan import WeightPlan
 from deepspeed_autoep.weights.stream import stream_weights
@@ -70,6 +71,7 @@ class Decisions:
     kept: KeptDtypes | None  # of a model of two dtypes
     weights: WeightPlan | None  # of a model on the meta device
     model_parameters: list | None  # the user's, its generators read
+    structure: dict  # of a quantized model, before it is cut
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,13 @@ class FoldedConstruction(DeepSpeedEngine):
 
     def _configure_expert_parallel(self, model, collect_sources=None):
         for site in self.autoep.sites:
+            # Of all ways to compute experts, the module's own forward alone calls their quantizers.
+            backend = "model" if is_quantized_site(site) else self.autoep.config.expert_backend
+            cut_expert_quantizers(site, self.autoep.handles)
             convert_experts(
                 site,
                 self.autoep.handles,
-                backend=self.autoep.config.expert_backend,
+                backend=backend,
                 validate_routing=self.autoep.config.expert.validate_folding_routing,
             )
             cut_expert_adapters(model, site, self.autoep.handles)

@@ -36,7 +36,10 @@ from deepspeed_autoep.folding.spec import build_folding_spec
 from deepspeed_autoep.moe.discovery import ExpertsSite, check_expert_sizes, find_experts
 from deepspeed_autoep.ops import requested_ops
 from deepspeed_autoep.peft_adapters import check_adapter_kinds, check_expert_adapters, check_trained_copies
-from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan
+from deepspeed_autoep.quantization.experts import check_expert_quantizers
+from deepspeed_autoep.quantization.quantizers import check_dense_quantizers, check_quantizers
+from deepspeed_autoep.quantization.structure import remember_structure, structure_digest, structure_of
+from deepspeed_autoep.tensor_parallel import PartitionPlan, cut_modules, make_plan
 from deepspeed_autoep.weights.files import SafetensorsFolder
 from deepspeed_autoep.weights.plan import WeightPlan, check_streamable, plan_weights
 from deepspeed_autoep.weights.stream import expert_layouts, initialize_buffers
@@ -117,6 +120,7 @@ def initialize(
     decided = collectively(lambda: _decide(loaded, folding, model, mpu, mesh_param, optimizer, model_parameters, lr_scheduler))
     spec, kept, weights = decided.spec, decided.kept, decided.weights
     digests = {"model": _model_digest(model), "weights": weights.folder.digest() if weights else None}
+    digests["quantization"] = structure_digest(decided.structure)
     validate_folding_agreement(spec, _flat(loaded) | digests)
     for note in folding.notes:
         if dist.get_rank() == 0:
@@ -141,6 +145,7 @@ def initialize(
                 weights.unexpected[0],
             )
     synchronize_random_state(handles, device)
+    remember_structure(model, decided.structure)
 
     engine_config = _engine_config(loaded, folding, decided.plan)
     binding, engine_mpu = compat.bind_groups(handles)
@@ -248,16 +253,20 @@ def _decide(loaded: dict, folding: FoldingConfig, model, mpu, mesh_param, optimi
     kept = kept_dtypes(model, loaded)
     check_adapter_kinds(model, spec.tp_size)
     check_trained_copies(model)
+    check_quantizers(model)
     sites = find_experts(model)
     check_expert_sizes(sites, spec.ep_size, spec.etp_size)
     check_expert_adapters(model, sites, spec)
     plan = PartitionPlan()
     if spec.tp_size > 1:
         plan = make_plan(model, [site.name for site in sites], loaded.get(TENSOR_BLOCK, {}), spec.tp_size)
+    check_expert_quantizers(model, sites, spec, folding.expert.expert_backend)
+    check_dense_quantizers(model, [site.name for site in sites], cut_modules(model, plan), spec)
+    structure = structure_of(model)
     weights = _plan_weights(model, sites, folding.expert.initial_weights)
     given = listed_parameters(model_parameters)  # a generator is read once
     check_user_optimizer(model, optimizer, given, lr_scheduler)
-    return Decisions(spec, sites, plan, kept, weights, given)
+    return Decisions(spec, sites, plan, kept, weights, given, structure)
 
 
 def _plan_weights(model: torch.nn.Module, sites: list[ExpertsSite], source: str | None) -> WeightPlan | None:

@@ -22,7 +22,7 @@ def logical_tensors(engine: FoldedConstruction, masters: MasterState) -> list[Lo
     for first, *others in names.values():
         value = state[first]
         place = places.get(value) or Placement(Cut.along(value.shape), "stage")
-        found.append(_logical_tensor(engine, masters, value, place, first, tuple(others)))
+        found.append(_logical_tensor(engine, masters, value, place, place.name or first, tuple(others)))
     return found
 
 
@@ -31,7 +31,10 @@ def _logical_tensor(
 ) -> LogicalTensor:
     handles = engine.autoep.handles
     replica, replicas = place.replica(handles, engine.global_rank)
-    dtypes, held = {WEIGHT: value.dtype}, {WEIGHT: Held(value.detach(), 0, value.numel())}
+    part = value.detach()
+    if place.name is not None:
+        part = part.view(place.cut.local_shape)  # a quantizer's buffer, by the dimensions of what it quantizes
+    dtypes, held = {WEIGHT: value.dtype}, {WEIGHT: Held(part, 0, value.numel())}
     if value in masters.owners:
         dtypes = {WEIGHT: masters.owners[value].dtype, **masters.state_dtypes(value)}
         fragment = masters.fragments.get(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,29 +17,36 @@ from deepspeed_autoep.moe.discovery import ExpertsSite
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
 from deepspeed_autoep.moe.weight_layout import ExpertShard, ExpertTensor
 from deepspeed_autoep.peft_adapters import ExpertAdapter, expert_adapters
+from deepspeed_autoep.quantization import describe_buffers
 from deepspeed_autoep.tensor_parallel import PartitionPlan
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``holders``: ranks that hold the same elements: "stage", "dense_dp", "edp" or "expert_shared" (EDP x ETP)."""
+    """``holders``: ranks that hold the same elements: "stage", "dense_dp", "edp", "expert_shared" (EDP x ETP), or "etp_rank", those of
+    one ETP rank. ``name``: in the whole model, where the module's own counts this rank's experts from 0."""
 
     cut: Cut
     holders: str
+    name: str | None = None
 
     def replica(self, handles: FoldingGroupHandles, rank: int) -> tuple[int, int]:
         """``rank``'s place among the holders, and how many there are."""
-        ranks = getattr(handles, f"{self.holders}_ranks")
+        if self.holders == "etp_rank":
+            ranks = handles.stage_ranks[handles.etp_rank :: handles.spec.etp_size]
+        else:
+            ranks = getattr(handles, f"{self.holders}_ranks")
         return ranks.index(rank), len(ranks)
 
 
 def placements(model: nn.Module, sites: list[ExpertsSite], plan: PartitionPlan, handles: FoldingGroupHandles) -> dict[torch.Tensor, Placement]:
-    """Of every parameter that is cut. Raises :class:`CheckpointError` for a layer whose cut is not known."""
+    """Of every parameter that is cut, and of the buffers of experts' quantizers. Raises :class:`CheckpointError` for a layer whose cut is not known."""
     found: dict[torch.Tensor, Placement] = {}
     for module in model.modules():
         if isinstance(module, AutoEPMoELayer):
             for tensor in module.autoep.layout.tensors:
                 found[getattr(module, tensor.name)] = _of_expert(expert_cut(tensor, module.autoep.shard), tensor)
+            found |= _of_quantizers(module)
     for site in sites:
         for adapter in expert_adapters(model, site):
             found[adapter.parameter] = _of_expert(_adapter_cut(adapter, site.module.autoep.shard), adapter.tensor)
@@ -56,6 +63,17 @@ def placements(model: nn.Module, sites: list[ExpertsSite], plan: PartitionPlan, 
             raise CheckpointError(
                 f"parameter {name!r} has shape {list(parameter.shape)} on this rank, its cut gives {list(found[parameter].cut.local_shape)}"
             )
+    return found
+
+
+def _of_quantizers(module: AutoEPMoELayer) -> dict[torch.Tensor, Placement]:
+    """Values of one expert are cut as it is; those that all experts share are whole on every EP rank."""
+    found = {}
+    for buffer, part in zip(getattr(module, "autoep_quantizers", ()), describe_buffers(module), strict=True):
+        shard = module.autoep.shard
+        cut_by_etp = shard.etp_size > 1 and buffer.layout.runs(replace(shard, etp_rank=0)) != buffer.layout.runs(replace(shard, etp_rank=1))
+        whole, cut = ("stage", "etp_rank") if part.shared else ("expert_shared", "edp")
+        found[module.get_buffer(buffer.name)] = Placement(Cut(part.shape, part.runs), cut if cut_by_etp else whole, part.name)
     return found
 
 

@@ -9,6 +9,8 @@ model's own.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +48,8 @@ class AutoEPMoELayer(nn.Module):
     autoep: LayerContext
     autoep_dispatcher: TokenDispatcher
     autoep_check: InterfaceCheck | None = None  # in the first forwards
+    # Around the local experts' arithmetic, where something must be checked of it.
+    autoep_guard: Callable[[nn.Module, RowCounts], AbstractContextManager] | None = None
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden_states [..., H], top_k_index [T, K] global experts, top_k_weights [T, K] -> as hidden_states.
@@ -72,7 +76,8 @@ class AutoEPMoELayer(nn.Module):
         return output.reshape(shape)
 
     def _run_local_experts(self, rows: torch.Tensor, counts: RowCounts) -> torch.Tensor:
-        return run_experts(self, super().forward, self.autoep.layout, self.autoep.backend, rows, counts)
+        with self.autoep_guard(self, counts) if self.autoep_guard is not None else contextlib.nullcontext():
+            return run_experts(self, super().forward, self.autoep.layout, self.autoep.backend, rows, counts)
 
     def _finish_rows(self, rows: torch.Tensor, row_experts: torch.Tensor) -> torch.Tensor:
         return finish_rows(self, self.autoep.layout, rows, row_experts)
