@@ -37,7 +37,7 @@ from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.export_source import EngineTensors
-from deepspeed_autoep.engine.logical_tensors import logical_tensors
+from deepspeed_autoep.engine.logical_tensors import foreign_tensors, logical_tensors
 from deepspeed_autoep.engine.master_state import (
     MasterState,
     loss_scale_state,
@@ -122,9 +122,9 @@ class CheckpointingEngine(FoldedConstruction):
         settings = {"save_checkpoint(save_dir=...)": str(save_dir), "save_checkpoint(tag=...)": tag}
         validate_folding_agreement(handles.spec, settings, handles.stage_group)
         self._warn_before_save()
-        job = self._collectively(
-            lambda: self._save_job(Path(save_dir), tag, client_state, save_latest, exclude_frozen_parameters, exclude_optimizer_states)
-        )
+        foreign = foreign_tensors(self)
+        options = save_latest, exclude_frozen_parameters, exclude_optimizer_states
+        job = self._collectively(lambda: self._save_job(Path(save_dir), tag, client_state, foreign, *options))
         use_thread = self.autoep.config.expert.async_checkpoint if asynchronous is None else asynchronous
         self.autoep_saver.save(job, use_thread)
         return True
@@ -142,12 +142,21 @@ class CheckpointingEngine(FoldedConstruction):
             if self.micro_steps % self.gradient_accumulation_steps():
                 logger.warning("the checkpoint is saved between backward and step: the gradients of %d passes are not in it", self.micro_steps % self.gradient_accumulation_steps())
 
-    def _save_job(self, save_dir: Path, tag: str, client_state, save_latest: bool, without_frozen: bool, without_states: bool) -> SaveJob:
+    def _save_job(
+        self,
+        save_dir: Path,
+        tag: str,
+        client_state,
+        foreign: list[LogicalTensor],
+        save_latest: bool,
+        without_frozen: bool,
+        without_states: bool,
+    ) -> SaveJob:
         folders.check_tag(tag)
         if not isinstance(client_state, dict | None):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}: legal are a dict and None")
         masters = master_state(self.optimizer)
-        tensors = logical_tensors(self, masters)
+        tensors = logical_tensors(self, masters) + foreign
         saved = [tensor for tensor in tensors if tensor.trained or tensor.is_buffer or not without_frozen]
         if without_states:
             saved = [tensor.weight_only() for tensor in saved]
@@ -284,9 +293,9 @@ class CheckpointingEngine(FoldedConstruction):
             logger.warning("%s has no file %r: nothing is loaded. Give a tag to load a checkpoint that it does not name", load_dir, folders.LATEST)
             return None, None
 
-        opened, tensors = self._collectively(
-            lambda: self._open(folders.find(load_dir, tag), load_optimizer_states and not load_module_only, bool(load_module_strict))
-        )
+        foreign = foreign_tensors(self)
+        with_optimizer = load_optimizer_states and not load_module_only
+        opened, tensors = self._collectively(lambda: self._open(folders.find(load_dir, tag), with_optimizer, bool(load_module_strict), foreign))
         if opened.stock is None:
             verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, checkpoint_group())
         state = self._collectively(lambda: self._training_state(opened))
@@ -326,10 +335,10 @@ class CheckpointingEngine(FoldedConstruction):
             scheduler = joined_scheduler_state(scheduler, origins, self._autoep_groups, is_by_group)
         return {"client_state": reader.client_state, "lr_scheduler": scheduler}
 
-    def _open(self, folder: Path, with_optimizer: bool, strict: bool) -> tuple[_Opened, list[LogicalTensor]]:
+    def _open(self, folder: Path, with_optimizer: bool, strict: bool, foreign: list[LogicalTensor]) -> tuple[_Opened, list[LogicalTensor]]:
         """The checkpoint and those of this rank's tensors that it holds. Local; nothing is changed."""
         masters = master_state(self.optimizer)
-        tensors = logical_tensors(self, masters)
+        tensors = logical_tensors(self, masters) + foreign
         stock = None
         if not (folder / MANIFEST).exists() and detect(folder) is not None:
             stock = open_stock_checkpoint(folder, tensors, masters, self.autoep_families, self._autoep_groups, self.gradient_accumulation_steps())

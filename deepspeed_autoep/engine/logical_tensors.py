@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from deepspeed_autoep.checkpoint.slices import Cut
 from deepspeed_autoep.checkpoint.tensors import WEIGHT, Held, LogicalTensor
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.master_state import MasterState
 from deepspeed_autoep.engine.placements import Placement, placements
+from deepspeed_autoep.quantization import describe_buffers
 
 
 def logical_tensors(engine: FoldedConstruction, masters: MasterState) -> list[LogicalTensor]:
@@ -24,6 +26,22 @@ def logical_tensors(engine: FoldedConstruction, masters: MasterState) -> list[Lo
         place = places.get(value) or Placement(Cut.along(value.shape), "stage")
         found.append(_logical_tensor(engine, masters, value, place, place.name or first, tuple(others)))
     return found
+
+
+def foreign_tensors(engine: FoldedConstruction) -> list[LogicalTensor]:
+    """What other ranks hold under names that this rank has not: quantizers' values of single experts. Collective over the stage
+    for a model that has such; nothing of them is held here."""
+    modules = [module for module in engine.module.modules() if getattr(module, "autoep_quantizers", ())]
+    if not modules:
+        return []
+    own = {part.name: (part.shape, part.value.dtype) for module in modules for part in describe_buffers(module)}
+    everyone: list = [None] * len(engine.autoep.handles.stage_ranks)
+    dist.all_gather_object(everyone, own, group=engine.autoep.handles.stage_group)
+    others = {name: found for rank in everyone for name, found in rank.items() if name not in own}
+    return [
+        LogicalTensor(name, Cut.along(shape), {WEIGHT: dtype}, model_dtype=dtype, is_buffer=True, trained=False)
+        for name, (shape, dtype) in others.items()
+    ]
 
 
 def _logical_tensor(
