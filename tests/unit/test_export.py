@@ -102,7 +102,24 @@ def test_a_model_keeps_the_names_that_it_was_loaded_from(tmp_path):
     loaded = type(model).from_pretrained(tmp_path / "whole")
     check_family(loaded, tmp_path)
     assert all(name.startswith("thinker.") for name in weights_of(tmp_path / "made"))
-    check_family(loaded, tmp_path / "second")  # undoing them has not changed them
+
+
+def test_the_conversions_of_the_model_are_left_as_they_are(tmp_path):
+    """transformers changes a conversion's patterns while it reverses it."""
+    from transformers.core_model_loading import WeightRenaming
+
+    model = make_model("mixtral")
+    renaming = WeightRenaming(r"^backbone\.", "model.")
+    model._weight_conversions = [renaming]
+
+    def patterns() -> list[str]:
+        return renaming._original_source_patterns + renaming._original_target_patterns
+
+    before = patterns()
+    plan_export(StateSource(model), model)
+    assert patterns() == before
+    model.save_pretrained(tmp_path)
+    assert patterns() != before  # else the copy is not needed any more
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
