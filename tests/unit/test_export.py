@@ -28,8 +28,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_files(model: nn.Module, folder: Path) -> None:
+    export_folder(folder / "made", StateSource(model), model, max_shard_bytes=SHARD)  # first: save_pretrained changes the configuration
     model.save_pretrained(folder / "right", max_shard_size=SHARD)
-    export_folder(folder / "made", StateSource(model), model, max_shard_bytes=SHARD)
     assert differences(weights_of(folder / "made"), weights_of(folder / "right")) == []
     check_index(folder / "made")
     for name in ("config.json", "generation_config.json"):
@@ -95,13 +95,31 @@ def test_the_dtype_is_that_of_the_tensors_where_the_model_has_another(tmp_path):
 def test_a_model_keeps_the_names_that_it_was_loaded_from(tmp_path):
     """A prefix that the files had and the model has not: only from_pretrained knows of it."""
     model = build_family("qwen3_omni_moe_thinker")
+    check_files(model, tmp_path / "fresh")
     model.save_pretrained(tmp_path / "whole")
     path = tmp_path / "whole" / "model.safetensors"
     save_file({f"thinker.{name}": tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
     loaded = type(model).from_pretrained(tmp_path / "whole")
     check_family(loaded, tmp_path)
     assert all(name.startswith("thinker.") for name in weights_of(tmp_path / "made"))
-    check_family(loaded, tmp_path / "second")  # undoing them has not changed them
+
+
+def test_the_conversions_of_the_model_are_left_as_they_are(tmp_path):
+    """transformers changes a conversion's patterns while it reverses it."""
+    from transformers.core_model_loading import WeightRenaming
+
+    model = make_model("mixtral")
+    renaming = WeightRenaming(r"^backbone\.", "model.")
+    model._weight_conversions = [renaming]
+
+    def patterns() -> list[str]:
+        return renaming._original_source_patterns + renaming._original_target_patterns
+
+    before = patterns()
+    plan_export(StateSource(model), model)
+    assert patterns() == before
+    model.save_pretrained(tmp_path)
+    assert patterns() != before  # else the copy is not needed any more
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
