@@ -96,14 +96,16 @@ class ModelFiles:
             if stages != 1:
                 raise CheckpointError(f"{path} is of a pipeline of {stages} stages: that is not read")
             tp = dims.get(stock_keys.CHECKPOINT_TP_DEGREE) or state.get("mp_world_size") or 1
-            if tp != self.tp_size:
-                raise CheckpointError(f"{path} is one of {tp} files of its kind, and {self.folder} holds {self.tp_size}: {', '.join(p.name for p in self.paths)}")
+            expected = [re.sub(r"mp_rank_\d+", f"mp_rank_{rank:02d}", self.paths[0].name) for rank in range(tp)]
+            found = [path.name for path in self.paths]
+            for name in expected:
+                if name not in found:
+                    raise CheckpointError(f"{self.folder / name} is missing: {path.name} is of {tp} TP ranks, and there are {found}")
+            if found != expected:
+                raise CheckpointError(f"{self.folder} holds {found}, and {path.name} is of {tp} TP ranks: it is left of two checkpoints")
             for name in (*_COUNTERS, "dp_world_size"):
                 if state.get(name) != states[0].get(name):
                     raise CheckpointError(f"{path} has {name}={state.get(name)}, {self.paths[0].name} has {states[0].get(name)}: they are of two checkpoints")
-        expected = [f"mp_rank_{rank:02d}" for rank in range(self.tp_size)]
-        if any(part not in path.name for part, path in zip(expected, self.paths, strict=True)):
-            raise CheckpointError(f"{self.folder} holds {[path.name for path in self.paths]}: files of {expected} are expected")
 
     @staticmethod
     def _param_shapes(state: dict, path: Path) -> list[dict[str, tuple[int, ...]]] | None:

@@ -176,9 +176,10 @@ class ZeroShards:
             shape = self.model.local_shape(name, tensor)
             if shape is None:
                 raise CheckpointError(f"{self.model.paths[tensor]} lacks {name!r}, which was trained")
+            if tensor == 0:
+                self._check_shape(name, shape)
             shards = [self.shards[data, tensor] for data in range(self.model.dp_size)]
             lanes.append(self._assembled(name, shape, shards))
-        self._check_shape(name, lanes[0][0][stock_keys.FP32_WEIGHT_KEY].shape)
         self._check_alike(name, [lane[0] for lane in lanes], [lane[1] for lane in lanes])
         states = {state: self.model.joined(name, [lane[0][state] for lane in lanes], state) for state in lanes[0][0]}
         return StockTensor(name, _with_master(states), trained=True, step=lanes[0][1])
