@@ -27,6 +27,7 @@ class StockCase:
     dtype: str = "fp32"
     steps: int = 2
     frozen: str = ""  # parameters whose names hold this
+    accumulation: str = ""  # dtype of accumulated gradients: fp32 gives ZeRO-1 in bf16 another optimizer
     config: tuple = ()
     zero_config: tuple = ()
     expert_config: tuple = ()
@@ -63,6 +64,7 @@ def ds_config(case: StockCase) -> dict:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         "steps_per_print": 10**9,
         **({"bf16": {"enabled": True}} if case.dtype == "bf16" else {}),
+        **({"data_types": {"grad_accum_dtype": case.accumulation}} if case.accumulation else {}),
         **({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}} if case.dtype == "fp16" else {}),
         **expert,
         **tensor,
@@ -114,7 +116,7 @@ def live(engine, case: StockCase) -> dict | None:
     """{state: {stock's name: the whole tensor}} on rank 0, put together by the ranks here and not by anything under test."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    if case.zero in (1, 2) and case.steps:
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state") and case.steps:
         # Stock links parameters to their states after the first group's step, when the other groups have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -104,6 +104,7 @@ AUTOEP = [
     THREE_LAYERS,
     StockCase("qwen3_moe", world=4, ep=2, dtype="bf16", config=(("use_data_before_expert_parallelism", True),)),
     StockCase(ep=2, zero=2, frozen="layers.0.mlp.experts"),
+    StockCase(world=4, ep=2, dtype="bf16", accumulation="fp32"),
 ]
 
 
@@ -140,11 +141,12 @@ def test_autoep_without_zero(dtype):
     assert "numbered" in reader.states_missing and reader.trained is None and reader.groups == ()
 
 
+TP = StockCase(world=2, tp=2)
 DENSE = [
     StockCase(overrides=(("tie_word_embeddings", True),)),
     StockCase("qwen3_moe", zero=2, dtype="bf16", frozen="embed_tokens"),
     StockCase(world=4, zero=2, zero_config=(("round_robin_gradients", True),)),
-    StockCase(world=2, tp=2),
+    TP,
     StockCase(world=4, tp=2, zero=2, dtype="bf16", frozen="layers.0.self_attn.q_proj"),
 ]
 
@@ -231,6 +233,21 @@ def test_a_box_of_experts_reads_only_their_rows():
     with mock.patch.object(Flat, "read", counted):
         reader.read(name, "exp_avg", ((5, 6), (0, 96), (0, 32)))
     assert sum(read) == 96 * 32
+
+
+def test_zero3_with_autoep_is_read_in_its_universal_form():
+    case = StockCase(world=4, ep=2, zero=3, zero_config=(("stage3_param_persistence_threshold", 0),))
+    check(open_stock(converted(case)), case, saved(case)[1])
+
+
+@pytest.mark.parametrize("ep", [0, 2])
+def test_elastic_checkpoints(ep):
+    """Of ZeRO-1's older form, which DeepSpeed does not convert: no parameter groups."""
+    case = StockCase(world=4, ep=ep, zero_config=(("elastic_checkpoint", True),))
+    folder, held = saved(case)
+    reader = open_stock(folder)
+    assert differences(reader, held) == [] and len(held["exp_avg"]) > 10
+    assert set(reader.step_counts.values()) == {2} and all(group.options == {} for group in reader.groups)
 
 
 def test_what_the_client_saved():

@@ -162,7 +162,7 @@ class StockReader:
         tensors = {tensor.name: tensor for tensor in shards.tensors()}
         path = next(iter(shards.paths.values()))
         self._optimizer_path = path
-        self._options = shards.base(path)[1]
+        self._options = [group.options for group in shards.base(path)]
         self._group_names = _group_names(shards, path, len(self._options))
         return tensors, shards.first().get(stock_keys.LOSS_SCALER)
 
@@ -219,15 +219,16 @@ class StockReader:
             shapes = self._model.param_shapes or []
             if len(shapes) == len(self._options):
                 names = [tuple(group) for group in shapes]
-            elif len(self._options) == 1:  # ZeRO-3 cuts a group into several
-                names = [tuple(name for group in shapes for name in group)]
-            elif self._model.is_stage3:
-                names = [None] * len(self._options)
+            elif self._model.is_stage3:  # which cuts a group into several, and does not say how
+                names = [None] * len(self._options) if len(self._options) > 1 else [tuple(name for group in shapes for name in group)]
             else:
                 raise CheckpointError(f"{self._optimizer_path} has {len(self._options)} parameter groups, {self._model.paths[0].name} {len(shapes)}")
         else:
             names = list(self._group_names)
-        groups = [StockGroup(group, _options(options), bool(options.get("moe"))) for group, options in zip(names, self._options, strict=True)]
+        stacks = {stack for layer in self._model.layers for stack in layer.stacks()}
+        groups = [
+            StockGroup(group, _options(options), bool(group and stacks & set(group))) for group, options in zip(names, self._options, strict=True)
+        ]
         return logical_groups(groups, self._name_map, self.folder)
 
 
@@ -252,7 +253,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
             value = tuple(value)
         elif not isinstance(value, _PLAIN):
             continue
-        if key not in ("params", "moe", "name"):
+        if key not in ("params", "moe", "name", "step"):
             found[key] = value
     return found
 

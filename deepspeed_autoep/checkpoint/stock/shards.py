@@ -38,6 +38,15 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class _Group:
+    """One group of a file's own optimizer: where its ``state`` is in the file, and what its options are."""
+
+    keys: tuple
+    state: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class _Shard:
     """One rank's file, by its ranks in the data-parallel and the TP group."""
 
@@ -92,31 +101,35 @@ class ZeroShards:
     def first(self) -> dict[str, Any]:
         return self.optimizer(next(iter(self.paths.values())))
 
-    def base(self, path: Path) -> tuple[list[dict], list[dict]]:
-        """Of a file's optimizer: (the state of each group's partition, the options of each group)."""
-        state = self.optimizer(path)
-        base = pick(state, (stock_keys.BASE_OPTIMIZER_STATE,), path)
-        if isinstance(base, dict):
-            options = pick(base, (stock_keys.PARAM_GROUPS,), path)
-            held = pick(base, ("state",), path)
-            try:
-                return [held.get(group["params"][0], {}) for group in options], options
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{path}: its optimizer's state is damaged: {error!r}") from None
-        raise CheckpointError(f"{path} was saved with zero_optimization.elastic_checkpoint, which is not read. {conversion(self.folder)}")
+    def base(self, path: Path) -> list[_Group]:
+        """The groups of a file's own optimizer."""
+        root = (stock_keys.OPTIMIZER_STATE_DICT, stock_keys.BASE_OPTIMIZER_STATE)
+        base = pick(self.optimizer(path), root[1:], path)
+        try:
+            if isinstance(base, list):  # zero_optimization.elastic_checkpoint: states only
+                step = self.optimizer(path).get(stock_keys.BASE_OPTIMIZER_STATE_STEP)
+                options = {} if step is None else {"step": step}
+                return [_Group((*root, index), dict(state), options) for index, state in enumerate(base)]
+            groups = []
+            for options in base[stock_keys.PARAM_GROUPS]:
+                number_in_file = options["params"][0]
+                groups.append(_Group((*root, "state", number_in_file), dict(base["state"].get(number_in_file, {})), options))
+            return groups
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: its optimizer's state is damaged: {error!r}") from None
 
     def _read(self, path: Path) -> _Shard:
         state = self.optimizer(path)
         groups = pick(state, (stock_keys.PARAM_SLICE_MAPPINGS,), path)
         fp32 = pick(state, (stock_keys.SINGLE_PARTITION_OF_FP32_GROUPS,), path)
-        held, options = self.base(path)
-        if not len(groups) == len(fp32) == len(held):
-            raise CheckpointError(f"{path} has {len(groups)} groups of names, {len(fp32)} of fp32 values and {len(held)} of optimizer states")
+        base = self.base(path)
+        if not len(groups) == len(fp32) == len(base):
+            raise CheckpointError(f"{path} has {len(groups)} groups of names, {len(fp32)} of fp32 values and {len(base)} of optimizer states")
         parts: dict[str, _Part] = {}
         for index, names in enumerate(groups):
             self._check_count(state, index, names, path)
-            states, size = self._flat_states(path, index, fp32[index], held[index], options[index])
-            step = held[index].get("step", options[index].get("step"))
+            states, size = self._flat_states(path, index, base[index])
+            step = base[index].state.get("step", base[index].options.get("step"))
             step = None if step is None else number(step, path)
             place = 0
             for name, address in sorted(names.items(), key=lambda item: item[1].start):
@@ -138,19 +151,16 @@ class ZeroShards:
         if count != expected:
             raise CheckpointError(f"{path}: group {index} was cut into {count} partitions, and {expected} files hold it")
 
-    def _flat_states(
-        self, path: Path, index: int, fp32: Any, held: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> tuple[dict[str, tuple[tuple, torch.dtype]], int]:
+    def _flat_states(self, path: Path, index: int, group: _Group) -> tuple[dict[str, tuple[tuple, torch.dtype]], int]:
         """The flat tensors of a group with their places in the file, and how many elements of it are no padding."""
-        root = (stock_keys.OPTIMIZER_STATE_DICT,)
-        keys = (*root, stock_keys.SINGLE_PARTITION_OF_FP32_GROUPS, index)
+        keys = (stock_keys.OPTIMIZER_STATE_DICT, stock_keys.SINGLE_PARTITION_OF_FP32_GROUPS, index)
         values = pick_tensor(self.files.load(path), keys, path)
         found = {stock_keys.FP32_WEIGHT_KEY: (keys, values.dtype)}
-        for name, value in held.items():
+        for name, value in group.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.dim() != 1 or value.numel() < values.numel():
                     raise CheckpointError(f"{path}: {name!r} of group {index} has the shape {list(value.shape)}, its fp32 values {list(values.shape)}")
-                found[name] = ((*root, stock_keys.BASE_OPTIMIZER_STATE, "state", options["params"][0], name), value.dtype)
+                found[name] = ((*group.keys, name), value.dtype)
         return found, values.numel()
 
     def tensors(self) -> Iterator[StockTensor]:
