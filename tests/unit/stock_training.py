@@ -33,6 +33,11 @@ class StockCase:
     expert_config: tuple = ()
     overrides: tuple = ()
 
+    def __str__(self) -> str:
+        parts = [self.family, f"w{self.world}", f"tp{self.tp}", f"ep{self.ep}", f"z{self.zero}", self.dtype, *filter(None, (self.frozen, self.accumulation))]
+        extra = [*self.config, *self.zero_config, *self.expert_config, *self.overrides]
+        return "-".join(parts + [f"{key}={value}" for key, value in extra])
+
     @property
     def dp(self) -> int:
         return self.world // self.tp

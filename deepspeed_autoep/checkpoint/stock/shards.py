@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_autoep.checkpoint.stock.expert_files import ExpertFiles
 from deepspeed_autoep.checkpoint.stock.files import StockFiles, pick, pick_tensor
-from deepspeed_autoep.checkpoint.stock.kinds import EXPERT_FILE, ZERO_FILE, conversion, numbered
+from deepspeed_autoep.checkpoint.stock.kinds import ZERO_FILE, conversion, numbered
 from deepspeed_autoep.checkpoint.stock.model_files import ModelFiles
 from deepspeed_autoep.checkpoint.stock.names import ExpertLayer
-from deepspeed_autoep.checkpoint.stock.sources import Flat, Fragment, Joined, Row, Source, Stored
+from deepspeed_autoep.checkpoint.stock.sources import Flat, Fragment, Joined, Source
 from deepspeed_autoep.checkpoint.stock.table import MASTER, StockTensor, number
 from deepspeed_autoep.compat import stock_keys
 from deepspeed_autoep.errors import CheckpointError
@@ -62,8 +63,8 @@ class ZeroShards:
     and what to do instead.
     """
 
-    def __init__(self, files: StockFiles, model: ModelFiles) -> None:
-        self.files, self.model, self.folder = files, model, files.folder
+    def __init__(self, files: StockFiles, model: ModelFiles, experts: ExpertFiles) -> None:
+        self.files, self.model, self.experts, self.folder = files, model, experts, files.folder
         if (self.folder / "offloaded_tensors").exists():
             raise CheckpointError(f"{self.folder / 'offloaded_tensors'} holds optimizer states that were swapped to NVMe: these are not read")
         self.paths: dict[tuple[int, int], Path] = numbered(self.folder, ZERO_FILE)
@@ -176,8 +177,8 @@ class ZeroShards:
                 yield self._stack(name, self.stacks[name])
             else:
                 yield self._dense(name)
-        for name in self.model.trained_names():
-            if name not in names and prod(self.model.trained_names()[name]):
+        for name in self.model.trained_shapes:
+            if name not in names and prod(self.model.trained_shapes[name]):
                 raise CheckpointError(f"{self.model.paths[0]} says that {name!r} was trained, and no optimizer file holds it")
 
     def _dense(self, name: str) -> StockTensor:
@@ -195,13 +196,13 @@ class ZeroShards:
         return StockTensor(name, _with_master(states), trained=True, step=lanes[0][1])
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        noted = self.model.trained_names().get(name, shape)
+        noted = self.model.trained_shapes.get(name, shape)
         if noted != shape:
             raise CheckpointError(f"{self.model.paths[0]} has {name!r} of shape {list(shape)} and says that {list(noted)} was trained")
 
     def _stack(self, name: str, layer: ExpertLayer) -> StockTensor:
         """A stack of experts, [E, ., .], from each EP rank's block of it, which is cut over the ranks that hold the same block."""
-        shape = (layer.num_experts // layer.ep_size, *expert_shape(self.files, self.folder, layer, name))
+        shape = (layer.num_experts // layer.ep_size, *self.experts.stacks(layer)[name].shape[1:])
         self._check_shape(name, shape)
         blocks = [self._assembled(name, shape, shards) for shards in self._replicas(layer, name)]
         self._check_alike(name, [block[0] for block in blocks], [block[1] for block in blocks])
@@ -260,31 +261,3 @@ class ZeroShards:
 def _with_master(states: dict[str, Source]) -> dict[str, Source]:
     return {MASTER if state == stock_keys.FP32_WEIGHT_KEY else state: source for state, source in states.items()}
 
-
-def expert_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(layer, expert) -> its file; ranks of a TP group that hold the same expert write one each, all alike."""
-    found: dict[tuple[int, int], Path] = {}
-    for (layer, expert, _), path in numbered(folder, EXPERT_FILE).items():
-        found.setdefault((layer, expert), path)
-    return found
-
-
-def expert_shape(files: StockFiles, folder: Path, layer: ExpertLayer, stack: str) -> tuple[int, ...]:
-    """Of one expert of a stack."""
-    return stacked_experts(files, folder, layer, stack).shape[1:]
-
-
-def stacked_experts(files: StockFiles, folder: Path, layer: ExpertLayer, stack: str) -> Source:
-    """A stack [E, ., .] in the model's dtype, from the files of single experts.
-
-    Raises :class:`CheckpointError` that names a file that is missing, or whose tensor is of another shape or dtype.
-    """
-    paths = expert_files(folder)
-    rows: list[Stored] = []
-    for expert in range(layer.num_experts):
-        path = paths.get((layer.index, expert), folder / f"layer_{layer.index}_expert_{expert}_mp_rank_00_model_states.pt")
-        row = Stored.of(files, path, (f"{stack}.{expert}",), rows[0].shape if rows else None)
-        if len(row.shape) != 2 or (rows and row.dtype != rows[0].dtype):
-            raise CheckpointError(f"{path}: {stack}.{expert} has the shape {list(row.shape)} and is {row.dtype}, a matrix of {rows[0].dtype if rows else 'any dtype'} is expected")
-        rows.append(row)
-    return Joined(tuple(Row(row) for row in rows), 0)

@@ -29,7 +29,7 @@ def universal_tensors(files: StockFiles, model: ModelFiles) -> Iterator[StockTen
     stacks = {name: layer for layer in model.layers for name in layer.stacks()}
     stage3_steps = _stage3_steps(files, model) if model.is_stage3 else {}
     common: tuple[str, set[str]] | None = None
-    for name, shape in model.trained_names().items():
+    for name, shape in model.trained_shapes.items():
         folder = zero / name
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is missing: {model.paths[0].name} says that {name!r} was trained. Was the conversion interrupted?")
