@@ -9,9 +9,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.unit.models import make_batches, make_model
+from tests.unit.models import FAMILIES, make_batches, make_model
+from tests.unit.training import allow_fp16_on_cpu
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Its shared expert has a gate, and another name than in DeepSeek's models.
+QWEN2 = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 16}
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,16 @@ class StockCase:
     dtype: str = "fp32"
     steps: int = 2
     frozen: str = ""  # parameters whose names hold this
+    accumulation: str = ""  # dtype of accumulated gradients: fp32 gives ZeRO-1 in bf16 another optimizer
     config: tuple = ()
     zero_config: tuple = ()
     expert_config: tuple = ()
     overrides: tuple = ()
+
+    def __str__(self) -> str:
+        parts = [self.family, f"w{self.world}", f"tp{self.tp}", f"ep{self.ep}", f"z{self.zero}", self.dtype, *filter(None, (self.frozen, self.accumulation))]
+        extra = [*self.config, *self.zero_config, *self.expert_config, *self.overrides]
+        return "-".join(parts + [f"{key}={value}" for key, value in extra])
 
     @property
     def dp(self) -> int:
@@ -36,7 +45,8 @@ class StockCase:
 
 def stock_model(case: StockCase) -> torch.nn.Module:
     """The same weights in every process."""
-    model = make_model(case.family, **dict(case.overrides))
+    with mock.patch.dict(FAMILIES, {"qwen2_moe": ("Qwen2Moe", QWEN2)}):
+        model = make_model(case.family, **dict(case.overrides))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (case.frozen and case.frozen in name))
     return model
@@ -59,6 +69,8 @@ def ds_config(case: StockCase) -> dict:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         "steps_per_print": 10**9,
         **({"bf16": {"enabled": True}} if case.dtype == "bf16" else {}),
+        **({"data_types": {"grad_accum_dtype": case.accumulation}} if case.accumulation else {}),
+        **({"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}} if case.dtype == "fp16" else {}),
         **expert,
         **tensor,
         **dict(case.config),
@@ -89,6 +101,8 @@ def train_and_save(case: StockCase, folder: str, client_state: dict | None = Non
     """Save under ``folder/tag``; rank 0 returns what the engine holds then, see :func:`live`."""
     import deepspeed
 
+    if case.dtype == "fp16":
+        allow_fp16_on_cpu()
     with stock_surroundings():
         model = stock_model(case)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -107,7 +121,7 @@ def live(engine, case: StockCase) -> dict | None:
     """{state: {stock's name: the whole tensor}} on rank 0, put together by the ranks here and not by anything under test."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    if case.zero in (1, 2) and case.steps:
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state") and case.steps:
         # Stock links parameters to their states after the first group's step, when the other groups have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -128,9 +142,11 @@ def live(engine, case: StockCase) -> dict | None:
 
 
 def _whole(name: str, parts: list[torch.Tensor], case: StockCase) -> torch.Tensor:
-    """Experts lie over the first ``ep`` ranks, attention over the first ``tp``."""
+    """Experts lie over the first ``ep`` ranks, or with their replicas' order first over every (world / ep)-th; attention over the
+    first ``tp``."""
     if case.ep and ".experts." in name:
-        return torch.cat(parts[: case.ep])
+        stride = case.world // case.ep if dict(case.config).get("use_data_before_expert_parallelism") else 1
+        return torch.cat(parts[::stride][: case.ep])
     if case.tp > 1 and "self_attn" in name and "norm" not in name:
         return torch.cat(parts[: case.tp], dim=1 if "o_proj" in name else 0)
     return parts[0]

@@ -42,6 +42,7 @@ PURE = {
     "checkpoint/slices.py": ("torch", "deepspeed"),
     "checkpoint/tensors.py": ("torch.distributed", "deepspeed"),
     "quantization/buffers.py": ("torch", "deepspeed"),
+    **{f"checkpoint/stock/{path.name}": ("torch.distributed", "deepspeed") for path in sorted((ROOT / PACKAGE / "checkpoint" / "stock").glob("*.py"))},
     "gradients/slices.py": ("torch.distributed", "deepspeed"),
     "gradients/buckets.py": ("torch.distributed", "deepspeed"),
     "ops/segments.py": ("torch.distributed", "deepspeed"),

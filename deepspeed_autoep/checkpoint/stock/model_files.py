@@ -81,6 +81,8 @@ class ModelFiles:
         for state in states:  # rank 0's only are complete
             self.aliases |= state.get("shared_params") or {}
         self.param_shapes = self._param_shapes(first, self.paths[0])
+        # What ZeRO's optimizer trains, with TP rank 0's shapes; of experts EP rank 0's.
+        self.trained_shapes = {name: shape for group in self.param_shapes or () for name, shape in group.items()}
         module = pick(first, ("module",), self.paths[0])
         if not isinstance(module, dict):
             raise CheckpointError(f"{self.paths[0]}['module'] is a {type(module).__name__}: a dictionary is legal")
@@ -96,14 +98,16 @@ class ModelFiles:
             if stages != 1:
                 raise CheckpointError(f"{path} is of a pipeline of {stages} stages: that is not read")
             tp = dims.get(stock_keys.CHECKPOINT_TP_DEGREE) or state.get("mp_world_size") or 1
-            if tp != self.tp_size:
-                raise CheckpointError(f"{path} is one of {tp} files of its kind, and {self.folder} holds {self.tp_size}: {', '.join(p.name for p in self.paths)}")
+            expected = [re.sub(r"mp_rank_\d+", f"mp_rank_{rank:02d}", self.paths[0].name) for rank in range(tp)]
+            found = [path.name for path in self.paths]
+            for name in expected:
+                if name not in found:
+                    raise CheckpointError(f"{self.folder / name} is missing: {path.name} is of {tp} TP ranks, and there are {found}")
+            if found != expected:
+                raise CheckpointError(f"{self.folder} holds {found}, and {path.name} is of {tp} TP ranks: it is left of two checkpoints")
             for name in (*_COUNTERS, "dp_world_size"):
                 if state.get(name) != states[0].get(name):
                     raise CheckpointError(f"{path} has {name}={state.get(name)}, {self.paths[0].name} has {states[0].get(name)}: they are of two checkpoints")
-        expected = [f"mp_rank_{rank:02d}" for rank in range(self.tp_size)]
-        if any(part not in path.name for part, path in zip(expected, self.paths, strict=True)):
-            raise CheckpointError(f"{self.folder} holds {[path.name for path in self.paths]}: files of {expected} are expected")
 
     @staticmethod
     def _param_shapes(state: dict, path: Path) -> list[dict[str, tuple[int, ...]]] | None:
@@ -120,14 +124,15 @@ class ModelFiles:
     def _module_shapes(state: dict) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in state["module"].items() if isinstance(value, torch.Tensor)}
 
-    def _affine_maps(self) -> list[tuple[re.Pattern, dict]]:
+    def _affine_maps(self) -> dict[str, dict]:
+        """By pattern of names."""
         info = self._info.get(stock_keys.AFFINE_MAP) or {}
         version = info.get(stock_keys.AFFINE_MAP_VERSION, AFFINE_MAP_FORMAT_VERSION)
         if version != AFFINE_MAP_FORMAT_VERSION:
             raise CheckpointError(
                 f"{self.paths[0]}: its {stock_keys.AFFINE_MAP!r} is of version {version}, this DeepSpeed reads {AFFINE_MAP_FORMAT_VERSION}"
             )
-        return [(re.compile(pattern), entry) for pattern, entry in info.get(stock_keys.AFFINE_MAP_PARAMS, {}).items()]
+        return info.get(stock_keys.AFFINE_MAP_PARAMS, {})
 
     def local_shape(self, name: str, tp_rank: int) -> tuple[int, ...] | None:
         """Of a TP rank's part of a tensor in the model files, None where it is in none."""
@@ -140,7 +145,9 @@ class ModelFiles:
         """
         if len(parts) == 1:
             return parts[0]
-        entries = [entry for pattern, entry in self._affine if pattern.match(name)]
+        # AutoTP's patterns are of one name each; the search is for those that a client made.
+        exact = self._affine.get(f"^{re.escape(name)}$")
+        entries = [exact] if exact else [entry for pattern, entry in self._affine.items() if re.match(pattern, name)]
         if len(entries) != 1:
             raise CheckpointError(
                 f"{self.paths[0]} does not say how {name!r} was cut over {self.tp_size} TP ranks ({stock_keys.AFFINE_MAP!r} has "
@@ -192,7 +199,3 @@ class ModelFiles:
                 f"{self.folder} holds {len(self.all_paths)} of {self.dp_size} files zero_pp_rank_*_model_states.pt: {left} elements of {name!r} are missing"
             )
         return Flat(tuple(shape), dtype, tuple(fragments))
-
-    def trained_names(self) -> dict[str, tuple[int, ...]]:
-        """What ZeRO's optimizer trains, with TP rank 0's shapes; of experts EP rank 0's."""
-        return {name: shape for group in self.param_shapes or () for name, shape in group.items()}

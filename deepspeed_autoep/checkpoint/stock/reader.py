@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from deepspeed_autoep.checkpoint.slices import Box, box_shape, show
+from deepspeed_autoep.checkpoint.stock.expert_files import ExpertFiles
 from deepspeed_autoep.checkpoint.stock.files import StockFiles
 from deepspeed_autoep.checkpoint.stock.kinds import EXPERT_FILE, ZERO_FILE, StockKind, conversion, detect, numbered
 from deepspeed_autoep.checkpoint.stock.model_files import ModelFiles
 from deepspeed_autoep.checkpoint.stock.names import NameMap
-from deepspeed_autoep.checkpoint.stock.shards import ZeroShards, stacked_experts
+from deepspeed_autoep.checkpoint.stock.shards import ZeroShards
 from deepspeed_autoep.checkpoint.stock.sources import Source, whole
 from deepspeed_autoep.checkpoint.stock.table import (
     MASTER,
@@ -54,6 +55,8 @@ class StockReader:
         self._model = model = ModelFiles(self._files)
         if kind is not StockKind.UNIVERSAL:
             self._refuse_unread()
+        self._experts = ExpertFiles(self._files)
+        self._stacks = {stack: layer for layer in model.layers for stack in layer.stacks()}
         self._name_map = NameMap(model.layers, model.ds_config, model.module_names, model.paths[0])
         self._check_expert_bias()
 
@@ -158,18 +161,17 @@ class StockReader:
             )
             self._options = None
             return None, files.load(model.paths[0]).get("optimizer")
-        shards = ZeroShards(files, model)
+        shards = ZeroShards(files, model, self._experts)
         tensors = {tensor.name: tensor for tensor in shards.tensors()}
         path = next(iter(shards.paths.values()))
         self._optimizer_path = path
-        self._options = shards.base(path)[1]
+        self._options = [group.options for group in shards.base(path)]
         self._group_names = _group_names(shards, path, len(self._options))
         return tensors, shards.first().get(stock_keys.LOSS_SCALER)
 
     def _with_weights(self, trained: dict[str, StockTensor] | None) -> list[StockTensor]:
         """All parameters under stock's names, in the model files' order, with the model's own values."""
         model, trained = self._model, trained or {}
-        stacks = {name: layer for layer in model.layers for name in layer.stacks()}
         found: list[StockTensor] = []
         for name in model.module_names if not model.is_stage3 else ():
             if name in model.buffer_names or name in model.aliases or self._logical(name) is None:
@@ -178,8 +180,8 @@ class StockReader:
         if model.is_stage3:
             frozen = self._files.load(model.paths[0]).get(stock_keys.FROZEN_PARAM_SHAPES) or {}
             found += [self._weighted(name, trained, model.weight(name)) for name in frozen if name not in trained]
-        for name, layer in stacks.items():
-            source = None if self.kind is StockKind.UNIVERSAL else stacked_experts(self._files, self.folder, layer, name)
+        for name, layer in self._stacks.items():
+            source = None if self.kind is StockKind.UNIVERSAL else self._experts.stacks(layer)[name]
             if source is None and name not in trained:
                 raise CheckpointError(
                     f"{self.folder} lacks {name!r}: frozen experts are not in universal checkpoints. Read the checkpoint that it was converted from"
@@ -208,8 +210,7 @@ class StockReader:
             return None
 
     def _logical(self, name: str) -> str | None:
-        stacks = {stack for layer in self._model.layers for stack in layer.stacks()}
-        return name if name in stacks else self._name_map.logical(name)
+        return name if name in self._stacks else self._name_map.logical(name)
 
     def _groups(self) -> tuple[StockGroup, ...]:
         if self._options is None:
@@ -219,15 +220,15 @@ class StockReader:
             shapes = self._model.param_shapes or []
             if len(shapes) == len(self._options):
                 names = [tuple(group) for group in shapes]
-            elif len(self._options) == 1:  # ZeRO-3 cuts a group into several
-                names = [tuple(name for group in shapes for name in group)]
-            elif self._model.is_stage3:
-                names = [None] * len(self._options)
+            elif self._model.is_stage3:  # which cuts a group into several, and does not say how
+                names = [None] * len(self._options) if len(self._options) > 1 else [tuple(name for group in shapes for name in group)]
             else:
                 raise CheckpointError(f"{self._optimizer_path} has {len(self._options)} parameter groups, {self._model.paths[0].name} {len(shapes)}")
         else:
             names = list(self._group_names)
-        groups = [StockGroup(group, _options(options), bool(options.get("moe"))) for group, options in zip(names, self._options, strict=True)]
+        groups = [
+            StockGroup(group, _options(options), any(name in self._stacks for name in group or ())) for group, options in zip(names, self._options, strict=True)
+        ]
         return logical_groups(groups, self._name_map, self.folder)
 
 
@@ -252,7 +253,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
             value = tuple(value)
         elif not isinstance(value, _PLAIN):
             continue
-        if key not in ("params", "moe", "name"):
+        if key not in ("params", "moe", "name", "step"):
             found[key] = value
     return found
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_autoep.checkpoint.stock.expert_files import ExpertFiles
 from deepspeed_autoep.checkpoint.stock.files import StockFiles, pick, pick_tensor
-from deepspeed_autoep.checkpoint.stock.kinds import EXPERT_FILE, ZERO_FILE, conversion, numbered
+from deepspeed_autoep.checkpoint.stock.kinds import ZERO_FILE, conversion, numbered
 from deepspeed_autoep.checkpoint.stock.model_files import ModelFiles
 from deepspeed_autoep.checkpoint.stock.names import ExpertLayer
-from deepspeed_autoep.checkpoint.stock.sources import Flat, Fragment, Joined, Row, Source, Stored
+from deepspeed_autoep.checkpoint.stock.sources import Flat, Fragment, Joined, Source
 from deepspeed_autoep.checkpoint.stock.table import MASTER, StockTensor, number
 from deepspeed_autoep.compat import stock_keys
 from deepspeed_autoep.errors import CheckpointError
@@ -38,6 +39,15 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class _Group:
+    """One group of a file's own optimizer: where its ``state`` is in the file, and what its options are."""
+
+    keys: tuple
+    state: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class _Shard:
     """One rank's file, by its ranks in the data-parallel and the TP group."""
 
@@ -53,8 +63,8 @@ class ZeroShards:
     and what to do instead.
     """
 
-    def __init__(self, files: StockFiles, model: ModelFiles) -> None:
-        self.files, self.model, self.folder = files, model, files.folder
+    def __init__(self, files: StockFiles, model: ModelFiles, experts: ExpertFiles) -> None:
+        self.files, self.model, self.experts, self.folder = files, model, experts, files.folder
         if (self.folder / "offloaded_tensors").exists():
             raise CheckpointError(f"{self.folder / 'offloaded_tensors'} holds optimizer states that were swapped to NVMe: these are not read")
         self.paths: dict[tuple[int, int], Path] = numbered(self.folder, ZERO_FILE)
@@ -92,31 +102,35 @@ class ZeroShards:
     def first(self) -> dict[str, Any]:
         return self.optimizer(next(iter(self.paths.values())))
 
-    def base(self, path: Path) -> tuple[list[dict], list[dict]]:
-        """Of a file's optimizer: (the state of each group's partition, the options of each group)."""
-        state = self.optimizer(path)
-        base = pick(state, (stock_keys.BASE_OPTIMIZER_STATE,), path)
-        if isinstance(base, dict):
-            options = pick(base, (stock_keys.PARAM_GROUPS,), path)
-            held = pick(base, ("state",), path)
-            try:
-                return [held.get(group["params"][0], {}) for group in options], options
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{path}: its optimizer's state is damaged: {error!r}") from None
-        raise CheckpointError(f"{path} was saved with zero_optimization.elastic_checkpoint, which is not read. {conversion(self.folder)}")
+    def base(self, path: Path) -> list[_Group]:
+        """The groups of a file's own optimizer."""
+        root = (stock_keys.OPTIMIZER_STATE_DICT, stock_keys.BASE_OPTIMIZER_STATE)
+        base = pick(self.optimizer(path), root[1:], path)
+        try:
+            if isinstance(base, list):  # zero_optimization.elastic_checkpoint: states only
+                step = self.optimizer(path).get(stock_keys.BASE_OPTIMIZER_STATE_STEP)
+                options = {} if step is None else {"step": step}
+                return [_Group((*root, index), dict(state), options) for index, state in enumerate(base)]
+            groups = []
+            for options in base[stock_keys.PARAM_GROUPS]:
+                number_in_file = options["params"][0]
+                groups.append(_Group((*root, "state", number_in_file), dict(base["state"].get(number_in_file, {})), options))
+            return groups
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: its optimizer's state is damaged: {error!r}") from None
 
     def _read(self, path: Path) -> _Shard:
         state = self.optimizer(path)
         groups = pick(state, (stock_keys.PARAM_SLICE_MAPPINGS,), path)
         fp32 = pick(state, (stock_keys.SINGLE_PARTITION_OF_FP32_GROUPS,), path)
-        held, options = self.base(path)
-        if not len(groups) == len(fp32) == len(held):
-            raise CheckpointError(f"{path} has {len(groups)} groups of names, {len(fp32)} of fp32 values and {len(held)} of optimizer states")
+        base = self.base(path)
+        if not len(groups) == len(fp32) == len(base):
+            raise CheckpointError(f"{path} has {len(groups)} groups of names, {len(fp32)} of fp32 values and {len(base)} of optimizer states")
         parts: dict[str, _Part] = {}
         for index, names in enumerate(groups):
             self._check_count(state, index, names, path)
-            states, size = self._flat_states(path, index, fp32[index], held[index], options[index])
-            step = held[index].get("step", options[index].get("step"))
+            states, size = self._flat_states(path, index, base[index])
+            step = base[index].state.get("step", base[index].options.get("step"))
             step = None if step is None else number(step, path)
             place = 0
             for name, address in sorted(names.items(), key=lambda item: item[1].start):
@@ -138,19 +152,16 @@ class ZeroShards:
         if count != expected:
             raise CheckpointError(f"{path}: group {index} was cut into {count} partitions, and {expected} files hold it")
 
-    def _flat_states(
-        self, path: Path, index: int, fp32: Any, held: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> tuple[dict[str, tuple[tuple, torch.dtype]], int]:
+    def _flat_states(self, path: Path, index: int, group: _Group) -> tuple[dict[str, tuple[tuple, torch.dtype]], int]:
         """The flat tensors of a group with their places in the file, and how many elements of it are no padding."""
-        root = (stock_keys.OPTIMIZER_STATE_DICT,)
-        keys = (*root, stock_keys.SINGLE_PARTITION_OF_FP32_GROUPS, index)
+        keys = (stock_keys.OPTIMIZER_STATE_DICT, stock_keys.SINGLE_PARTITION_OF_FP32_GROUPS, index)
         values = pick_tensor(self.files.load(path), keys, path)
         found = {stock_keys.FP32_WEIGHT_KEY: (keys, values.dtype)}
-        for name, value in held.items():
+        for name, value in group.state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.dim() != 1 or value.numel() < values.numel():
                     raise CheckpointError(f"{path}: {name!r} of group {index} has the shape {list(value.shape)}, its fp32 values {list(values.shape)}")
-                found[name] = ((*root, stock_keys.BASE_OPTIMIZER_STATE, "state", options["params"][0], name), value.dtype)
+                found[name] = ((*group.keys, name), value.dtype)
         return found, values.numel()
 
     def tensors(self) -> Iterator[StockTensor]:
@@ -166,8 +177,8 @@ class ZeroShards:
                 yield self._stack(name, self.stacks[name])
             else:
                 yield self._dense(name)
-        for name in self.model.trained_names():
-            if name not in names and prod(self.model.trained_names()[name]):
+        for name in self.model.trained_shapes:
+            if name not in names and prod(self.model.trained_shapes[name]):
                 raise CheckpointError(f"{self.model.paths[0]} says that {name!r} was trained, and no optimizer file holds it")
 
     def _dense(self, name: str) -> StockTensor:
@@ -176,21 +187,22 @@ class ZeroShards:
             shape = self.model.local_shape(name, tensor)
             if shape is None:
                 raise CheckpointError(f"{self.model.paths[tensor]} lacks {name!r}, which was trained")
+            if tensor == 0:
+                self._check_shape(name, shape)
             shards = [self.shards[data, tensor] for data in range(self.model.dp_size)]
             lanes.append(self._assembled(name, shape, shards))
-        self._check_shape(name, lanes[0][0][stock_keys.FP32_WEIGHT_KEY].shape)
         self._check_alike(name, [lane[0] for lane in lanes], [lane[1] for lane in lanes])
         states = {state: self.model.joined(name, [lane[0][state] for lane in lanes], state) for state in lanes[0][0]}
         return StockTensor(name, _with_master(states), trained=True, step=lanes[0][1])
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        noted = self.model.trained_names().get(name, shape)
+        noted = self.model.trained_shapes.get(name, shape)
         if noted != shape:
             raise CheckpointError(f"{self.model.paths[0]} has {name!r} of shape {list(shape)} and says that {list(noted)} was trained")
 
     def _stack(self, name: str, layer: ExpertLayer) -> StockTensor:
         """A stack of experts, [E, ., .], from each EP rank's block of it, which is cut over the ranks that hold the same block."""
-        shape = (layer.num_experts // layer.ep_size, *expert_shape(self.files, self.folder, layer, name))
+        shape = (layer.num_experts // layer.ep_size, *self.experts.stacks(layer)[name].shape[1:])
         self._check_shape(name, shape)
         blocks = [self._assembled(name, shape, shards) for shards in self._replicas(layer, name)]
         self._check_alike(name, [block[0] for block in blocks], [block[1] for block in blocks])
@@ -249,31 +261,3 @@ class ZeroShards:
 def _with_master(states: dict[str, Source]) -> dict[str, Source]:
     return {MASTER if state == stock_keys.FP32_WEIGHT_KEY else state: source for state, source in states.items()}
 
-
-def expert_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """(layer, expert) -> its file; ranks of a TP group that hold the same expert write one each, all alike."""
-    found: dict[tuple[int, int], Path] = {}
-    for (layer, expert, _), path in numbered(folder, EXPERT_FILE).items():
-        found.setdefault((layer, expert), path)
-    return found
-
-
-def expert_shape(files: StockFiles, folder: Path, layer: ExpertLayer, stack: str) -> tuple[int, ...]:
-    """Of one expert of a stack."""
-    return stacked_experts(files, folder, layer, stack).shape[1:]
-
-
-def stacked_experts(files: StockFiles, folder: Path, layer: ExpertLayer, stack: str) -> Source:
-    """A stack [E, ., .] in the model's dtype, from the files of single experts.
-
-    Raises :class:`CheckpointError` that names a file that is missing, or whose tensor is of another shape or dtype.
-    """
-    paths = expert_files(folder)
-    rows: list[Stored] = []
-    for expert in range(layer.num_experts):
-        path = paths.get((layer.index, expert), folder / f"layer_{layer.index}_expert_{expert}_mp_rank_00_model_states.pt")
-        row = Stored.of(files, path, (f"{stack}.{expert}",), rows[0].shape if rows else None)
-        if len(row.shape) != 2 or (rows and row.dtype != rows[0].dtype):
-            raise CheckpointError(f"{path}: {stack}.{expert} has the shape {list(row.shape)} and is {row.dtype}, a matrix of {rows[0].dtype if rows else 'any dtype'} is expected")
-        rows.append(row)
-    return Joined(tuple(Row(row) for row in rows), 0)

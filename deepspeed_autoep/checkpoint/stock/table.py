@@ -36,7 +36,7 @@ class StockGroup:
     """One parameter group of the optimizer, as stock had split it.
 
     ``names``: the model's names of its parameters, None where the files do not say (ZeRO-3 with several groups). ``options``: lr,
-    weight_decay ...: numbers, texts, tuples. ``is_expert``: split off by stock for parameters of experts.
+    weight_decay ...: numbers, texts, tuples; {} where they were not saved (``elastic_checkpoint``). ``is_expert``: split off by stock for parameters of experts.
     """
 
     names: tuple[str, ...] | None

@@ -27,8 +27,9 @@ def universal_tensors(files: StockFiles, model: ModelFiles) -> Iterator[StockTen
     if model.param_shapes is None:
         raise CheckpointError(f"{model.paths[0]} lacks {stock_keys.PARAM_SHAPES!r}: which parameters were trained is not known")
     stacks = {name: layer for layer in model.layers for name in layer.stacks()}
+    stage3_steps = _stage3_steps(files, model) if model.is_stage3 else {}
     common: tuple[str, set[str]] | None = None
-    for name, shape in model.trained_names().items():
+    for name, shape in model.trained_shapes.items():
         folder = zero / name
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is missing: {model.paths[0].name} says that {name!r} was trained. Was the conversion interrupted?")
@@ -48,7 +49,19 @@ def universal_tensors(files: StockFiles, model: ModelFiles) -> Iterator[StockTen
         _check_parts(model, name, sources[stock_keys.FP32_WEIGHT_KEY].shape, folder, is_expert=name in stacks)
         step = folder / f"{_STEP}.pt"
         renamed = {MASTER if state == stock_keys.FP32_WEIGHT_KEY else state: source for state, source in sources.items()}
-        yield StockTensor(name, renamed, trained=True, step=number(files.load(step), step) if step.is_file() else None)
+        yield StockTensor(name, renamed, trained=True, step=number(files.load(step), step) if step.is_file() else stage3_steps.get(name))
+
+
+def _stage3_steps(files: StockFiles, model: ModelFiles) -> dict[str, float]:
+    """The converter leaves ZeRO-3's step counts where they were: with the states of rank 0, by group of names."""
+    path, content = universal_optimizer(files)
+    states = pick(content, (stock_keys.OPTIMIZER_STATE_DICT, "state"), path)
+    found = {}
+    for index, group in enumerate(model.param_shapes or ()):
+        step = pick(states, (index,), path).get(_STEP)
+        if step is not None:
+            found |= dict.fromkeys(group, number(step, path))
+    return found
 
 
 def _expected_shape(model: ModelFiles, layer: ExpertLayer | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
