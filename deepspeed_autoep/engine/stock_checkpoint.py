@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deepspeed_autoep.checkpoint.metadata import (
     GroupEntry,
@@ -26,6 +28,8 @@ from deepspeed_autoep.checkpoint.tensors import WEIGHT, LogicalTensor, pieces_to
 from deepspeed_autoep.engine.master_state import STEP, MasterState
 from deepspeed_autoep.errors import CheckpointError
 from deepspeed_autoep.gradients.slices import ParameterInfo
+
+logger = logging.getLogger("deepspeed_autoep")
 
 # States of the optimizers that both know; a step count of DeepSpeed's own is a number, of torch's a tensor.
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -99,6 +103,8 @@ def _optimizer(
             )
     origin_of = {info.name: info.group for info in families.values()}
     options, origins = _options(reader, names, origin_of, groups)
+    if not all(options) and dist.get_rank() == 0:
+        logger.warning("checkpoint %s does not say which options (lr, ...) its optimizer's groups had: the engine's stay as they are", reader.folder)
     count = (lambda step: int(step)) if kind in _COUNTS_IN_NUMBERS else (lambda step: torch.tensor(float(step)))
     keeps_steps = "momentum_buffer" not in _STATES.get(kind, ())
     steps = {_own_name(name, names): step for name, step in reader.step_counts.items()}
