@@ -18,9 +18,20 @@ with warnings.catch_warnings():  # it warns of every version of transformers tha
 
 EXPERTS_ONLY = ("*self_attn*", "*lm_head*", "*embed_tokens*")  # patterns of what is left alone
 INT4_BLOCKS = {"num_bits": 4, "block_sizes": {-1: 8, "type": "static"}}
+
+
+def nvfp4(kind: str) -> dict:
+    """In blocks of 8: parts of the tiny models' intermediate size, 48 / 2, are no whole number of the usual 16."""
+    return {"num_bits": (2, 1), "block_sizes": {-1: 8, "type": kind, "scale_bits": (4, 3)}}
+
+
 # Name -> quant_cfg entries of weights and inputs; the others are Model-Optimizer's own presets.
 OWN = {
     "INT4_BLOCKS_OF_8": (INT4_BLOCKS, None),
+    "INT4_BLOCKS_OF_16": ({"num_bits": 4, "block_sizes": {-1: 16, "type": "static"}}, None),
+    "INT8_TILES": ({"num_bits": 8, "block_sizes": {-1: 8, -2: 12}}, None),
+    "INT8_TENSOR": ({"num_bits": 8}, {"num_bits": 8}),
+    "NVFP4_STATIC": (nvfp4("static"), nvfp4("dynamic")),
     "INT4_THEN_FP8": ([INT4_BLOCKS, {"num_bits": (4, 3)}], {"num_bits": (4, 3)}),
     "INT8_DYNAMIC": ({"num_bits": 8, "axis": 0}, {"num_bits": 8, "type": "dynamic"}),
     "INT8_DYNAMIC_WEIGHTS": ({"num_bits": 8, "axis": 0, "type": "dynamic"}, {"num_bits": 8}),
