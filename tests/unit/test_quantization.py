@@ -10,14 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("modelopt", reason="needs nvidia-modelopt, of the extra 'quantization'")
 
 from deepspeed_autoep.errors import ModelError
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
 from deepspeed_autoep.moe.weight_layout import ExpertShard
-from deepspeed_autoep.quantization import describe_buffers, experts
+from deepspeed_autoep.quantization import check_structure, describe_buffers, experts, structure_of
 from deepspeed_autoep.quantization.quantizers import is_active, quantizers_of
+from tests.unit.lora import Lora, adapt
 from tests.unit.models import make_batches, make_model, plain_curve
 from tests.unit.pool import run_on
 from tests.unit.quantized import EXPERTS_ONLY, make_quantized
@@ -121,6 +123,56 @@ def test_parity_sees_it_switched_off(what):
     loss = run_on(4, losses_switched_off, FOLDINGS[2], "INT8_DEFAULT_CFG", what)[0]
     right = reference(FOLDINGS[2], "INT8_DEFAULT_CFG").losses[0]
     assert abs(loss - right) / right > 10 * LOSS_AND_NORM
+
+
+def train_beside_lora(case: Case, name: str):
+    return train(case, adapt(make(case, name), Lora()))
+
+
+def test_lora_on_dense_layers_beside_quantized_experts():
+    model = adapt(make(MIXTRAL, "INT8_DEFAULT_CFG"), Lora())
+    right = plain_curve(model, "SGD", MIXTRAL.steps, MIXTRAL.samples, MIXTRAL.length, MIXTRAL.clip)
+    errors = worst_errors(run_on(4, train_beside_lora, FOLDINGS[2], "INT8_DEFAULT_CFG")[0], right)
+    assert errors["loss"] <= LOSS_AND_NORM and errors["norm"] <= LOSS_AND_NORM and errors["parameter"] <= PARAMETER, errors
+
+
+def shared_ranges(case: Case, name: str) -> list[float]:
+    """Of each layer's inputs, after ranks came with ranges of their own."""
+    model = make(case, name)
+    for _, quantizer in quantizers_of(model):
+        if quantizer.amax is not None:
+            quantizer._amax.mul_(1 + dist.get_rank())
+    engine = build_engine(case, model)
+    found = [part.value.item() for layer in engine.module.modules() if isinstance(layer, AutoEPMoELayer) for part in describe_buffers(layer) if part.shared]
+    engine.destroy()
+    return found
+
+
+def test_ranges_are_those_of_rank_0():
+    right = [value.item() for key, value in make(MIXTRAL, "INT8_DEFAULT_CFG").named_buffers() if "_input_quantizer" in key]
+    assert len(right) == 4 and run_on(4, shared_ranges, MIXTRAL, "INT8_DEFAULT_CFG") == [right] * 4
+
+
+def structures(case: Case, name: str) -> list[str]:
+    """What is wrong with the structure of an engine's module, against that of the whole model."""
+    saved = structure_of(make(case, name))
+    engine = build_engine(case, make(case, name))
+    wrong = []
+    check_structure(saved, engine.module)
+    if structure_of(engine.module).keys() != saved.keys():
+        wrong.append("keys")
+    for kind, model, structure in (("part", engine.module.model, saved), ("plain", engine.module, {}), ("other", engine.module, structure_of(make(case, "INT8_TENSOR")))):
+        try:
+            check_structure(structure, model)
+        except ModelError:
+            continue
+        wrong.append(kind)
+    engine.destroy()
+    return wrong
+
+
+def test_the_structure_is_that_of_the_whole_model():
+    assert run_on(4, structures, FOLDINGS[2], "INT8_DEFAULT_CFG") == [[]] * 4
 
 
 def forced_backend(case: Case, name: str) -> str:

@@ -37,7 +37,8 @@ def test_parts_join_to_the_whole(family, ep, etp, name):
             shard = ExpertShard.of(8, ep, ep_rank, etp, etp_rank)
             for buffer in cut_quantizers(part, shard):
                 parts[buffer.logical_name(shard.first)].append((shard, part.module.get_buffer(buffer.name)))
-            assert sum(value.numel() for value in part.module.buffers()) < sum(value.numel() for value in whole.values()) or ep == 1
+            if family == "mixtral":
+                assert len(part.module.gate_up_proj_weight_quantizers) == len(part.module.down_proj_weight_quantizers) == 8 // ep
     for key, held in parts.items():
         shared = layouts[key].shared
         assert shared == ("_input_quantizer" in key or (family == "gpt_oss" and whole[key].numel() == 1))
@@ -93,7 +94,7 @@ def test_the_first_difference_is_named():
     dict(quantizers_of(model))["model.layers.1.mlp.experts.down_proj_weight_quantizers.5"].disable()
     with pytest.raises(ModelError, match=r"'model.layers.1.mlp.experts.down_proj_weight_quantizers.5' has _disabled=True in the model and False"):
         check_structure(saved, model)
-    with pytest.raises(ModelError, match=r"gate_up_proj_weight_quantizers\.0' has _axis=None in the model and 0"):
+    with pytest.raises(ModelError, match="weight_quantizer' has _axis=None in the model and 0"):
         check_structure(saved, make_quantized("mixtral", "INT8_TENSOR"))
     with pytest.raises(ModelError, match=r"quantizer 'model.layers.0.mlp.experts.down_proj_weight_quantizers.8' is in the checkpoint and not"):
         check_structure(structure_of(make_quantized("mixtral", "INT8_DEFAULT_CFG", num_local_experts=16)), model)
