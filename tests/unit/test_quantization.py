@@ -36,6 +36,7 @@ CASES = [
     (FOLDINGS[2], "INT4_BLOCKS_OF_8", EXPERTS_ONLY),
     (FOLDINGS[2], "INT8_TILES", EXPERTS_ONLY),
     (FOLDINGS[2], "INT4_THEN_FP8", EXPERTS_ONLY),
+    (FOLDINGS[2], "INT8_DEFAULT_CFG+KV", EXPERTS_ONLY),
     # Dense layers keep their quantizers where tensor parallelism leaves them alone.
     (replace(MIXTRAL, tp=1, ep=4), "INT8_SMOOTHQUANT_CFG", ()),
     (replace(MIXTRAL, tp=1, etp=2, zero=0), "FP8_DEFAULT_CFG", ()),
