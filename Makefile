@@ -8,6 +8,7 @@
 #   make test-gpu           the Triton kernels on a GPU
 #   make bench              time of a training step
 #   make bench-gradients    time of the gradient sync and the statistics
+#   make bench-checkpoint   time, bytes and memory of saving, loading and exporting
 #   make lint               ruff
 #   make setup              .venv only
 #   make clean              remove .venv, build outputs and caches; runs/ stays
@@ -29,7 +30,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export DS_ACCELERATOR := cpu
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-full test-families test-transformers test-gpu bench bench-gradients lint setup clean
+.PHONY: train test test-full test-families test-transformers test-gpu bench bench-gradients bench-checkpoint lint setup clean
 
 train: $(STAMP)
 	$(VENV)/bin/deepspeed --quiet --num_accelerators $(RANKS) examples/train.py --deepspeed_config examples/ds_config.json $(TRAIN_ARGS)
@@ -54,6 +55,9 @@ bench: $(STAMP)
 
 bench-gradients: $(STAMP)
 	$(PY) -m tests.perf.bench_gradients
+
+bench-checkpoint: $(STAMP)
+	$(PY) -m tests.perf.bench_checkpoint
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

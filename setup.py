@@ -9,6 +9,8 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
+# Model-Optimizer 0.47 imports requests and does not ask for it.
+QUANTIZATION = ["nvidia-modelopt>=0.47,<0.48", "requests"]
 
 
 def version() -> str:
@@ -60,7 +62,8 @@ setup(
     entry_points={"console_scripts": ["deepspeed-autoep = deepspeed_autoep.cli.main:main"]},
     extras_require={
         "gpu": ["triton"],  # comes with torch's CUDA wheels
-        "test": ["pytest", "hypothesis", "ruff", "triton", "peft"],
+        "quantization": QUANTIZATION,
+        "test": ["pytest", "hypothesis", "ruff", "triton", "peft", *QUANTIZATION],
         "examples": ["matplotlib"],
     },
     ext_modules=extensions(),

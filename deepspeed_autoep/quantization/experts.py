@@ -28,6 +28,7 @@ from deepspeed_autoep.quantization.quantizers import (
     dims_of_one_range,
     is_active,
     is_calibrating,
+    is_quantizer,
     quantizers_of,
 )
 
@@ -165,6 +166,11 @@ def _placed(site: ExpertsSite) -> list[_Placed]:
                 for expert, of_expert in enumerate(root):
                     add(f"{path}.{expert}", of_expert, expert, _weight_extents(tensor, layout, of_stack=False))
             elif path == f"{tensor.name}_weight_quantizer" and layout.is_transposed:
+                if not is_quantizer(root) and any(is_active(inner) for _, inner in quantizers_of(root)):
+                    raise ValueError(
+                        f"{path!r} is a {type(root).__name__}, in which Model-Optimizer keeps the first weight that it quantized: the model "
+                        "would not train. Legal for experts [E, in, out] is one quantizer, cfg without a list"
+                    )
                 add(path, root, None, _weight_extents(tensor, layout, of_stack=True))
     known = {placed.path for placed in found}
     for path, quantizer in quantizers_of(module):

@@ -103,12 +103,11 @@ def check_dense_quantizers(model: nn.Module, expert_names: list[str], cut: set[s
         while owner and owner not in cut:
             owner = owner.rpartition(".")[0]
         if owner:
-            last = owner.rpartition(".")[2]
+            pattern = "*" + ".".join(owner.split(".")[-2:]) + ".*"
             raise ModelError(
                 f"module {owner!r} is cut by tensor parallelism and has the active quantizer {name!r}: the layer that takes its place "
                 "would not call it. Legal with tensor_parallel.autotp_size > 1 are quantized experts: leave dense layers alone by an "
-                f"entry at the end of quant_cfg, {{'quantizer_name': '*{last}*', 'enable': False}} (for every layer outside of the "
-                "experts), or set autotp_size to 1"
+                f"entry at the end of quant_cfg for each of them, here {{'quantizer_name': {pattern!r}, 'enable': False}}, or set autotp_size to 1"
             )
         if spec.tp_size > 1:
             _check_scalar(name, quantizer)

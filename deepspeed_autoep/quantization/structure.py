@@ -46,7 +46,7 @@ def structure_of(model: nn.Module) -> dict[str, Any]:
         return {}
     # Under a wrapper (PEFT's) it is an inner model that was changed.
     key = conversion.ModeloptStateManager._state_key
-    changed = [(name, module) for name, module in model.named_modules() if hasattr(module, key)]
+    changed = [(name, module) for name, module in model.named_modules() if key in vars(module)]
     if len(changed) > 1:
         raise ModelError(f"Model-Optimizer has changed parts of the model by themselves, {[name for name, _ in changed]}: legal is one call for the whole model")
     return copy.deepcopy(conversion.modelopt_state(changed[0][1])) if changed else {}

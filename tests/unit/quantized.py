@@ -40,6 +40,7 @@ OWN = {
 
 
 def configuration(name: str, left_alone: tuple = EXPERTS_ONLY) -> dict:
+    name, _, with_cache = name.partition("+")  # "+KV": keys and values of attention too
     if name in OWN:
         weight, inputs = OWN[name]
         entries = [{"quantizer_name": "*", "enable": False}, {"quantizer_name": "*weight_quantizer", "cfg": weight}]
@@ -49,6 +50,8 @@ def configuration(name: str, left_alone: tuple = EXPERTS_ONLY) -> dict:
     else:
         config = copy.deepcopy(getattr(mtq, name))
     config["quant_cfg"] += [{"quantizer_name": pattern, "enable": False} for pattern in left_alone]
+    if with_cache:
+        config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3)}})
     return config
 
 
