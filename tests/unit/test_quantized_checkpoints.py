@@ -15,7 +15,7 @@ from deepspeed_autoep.checkpoint.reader import CheckpointReader
 from deepspeed_autoep.quantization import restore_structure
 from tests.unit.models import make_model
 from tests.unit.pool import run_on
-from tests.unit.quantized import make_quantized
+from tests.unit.quantized import EXPERTS_ONLY, make_quantized
 from tests.unit.runs import run_steps
 from tests.unit.training import Case, build_engine, relative
 
@@ -31,11 +31,11 @@ def quantized_buffers(state: dict) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if "quantizer" in name}
 
 
-def save(case: Case, name: str, folder: str):
+def save(case: Case, name: str, folder: str, left_alone: tuple = EXPERTS_ONLY):
     """After a step, where the configuration has a forward: the whole state."""
     import deepspeed_autoep
 
-    engine = build_engine(case, make_quantized(case.family, name, **dict(case.overrides)))
+    engine = build_engine(case, make_quantized(case.family, name, left_alone, **dict(case.overrides)))
     if name in TRAINED:
         run_steps(engine, case, 0, 1)
     engine.save_checkpoint(folder, tag="t")
@@ -97,6 +97,16 @@ def test_transposed_experts_with_biases(name, tmp_path):
     saved, _ = run_on(4, save, before, name, str(tmp_path))[0]
     loaded, _ = run_on(4, load, replace(before, tp=1, ep=2, etp=2), name, str(tmp_path))[0]
     assert quantized_buffers(saved) and all(torch.equal(loaded[key], value) for key, value in saved.items())
+
+
+def test_smoothing_of_dense_layers(tmp_path):
+    """Model-Optimizer's SmoothQuant scales inputs of dense layers, which keep their quantizers where they are whole."""
+    saved, curve = run_on(4, save, replace(BASE, tp=1, ep=4), "INT8_SMOOTHQUANT_CFG", str(tmp_path), ())[0]
+    assert any(name.endswith("_pre_quant_scale") and value.numel() > 1 for name, value in saved.items())
+    loaded, other = run_on(2, load, replace(BASE, world=2, tp=1, ep=2, zero=2), "INT8_SMOOTHQUANT_CFG", str(tmp_path))[0]
+    assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], value) for name, value in saved.items())
+    for mine, right in zip(other, curve, strict=True):
+        assert relative(mine[0], right[0]) < 1e-5 and relative(mine[1], right[1]) < 1e-5
 
 
 def refused(case: Case, quantization: str | None, folder: str) -> str:
