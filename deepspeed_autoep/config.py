@@ -314,6 +314,10 @@ def check_supported(config: dict) -> None:
         refuse("sequence_parallel_size", config["sequence_parallel_size"], "use tensor_parallel.autotp_size for long sequences")
     if config.get("use_data_before_expert_parallel_"):
         refuse("use_data_before_expert_parallel_", True, "set it to false: EP groups are consecutive ranks")
+    if _block(config, "checkpoint").get("use_node_local_storage"):
+        refuse("checkpoint.use_node_local_storage", True, "set it to false: a checkpoint is one folder on storage that all ranks share")
+    if config.get("datastates_ckpt", False) is not False:
+        refuse("datastates_ckpt", config["datastates_ckpt"], f"remove it, and set {EXPERT_BLOCK}.async_checkpoint to true")
     if _block(config, "compile").get("deepcompile"):
         refuse("compile.deepcompile", True, "set it to false")
     for key in ("sparse_gradients", "amp", "torch_autocast", "hybrid_engine"):

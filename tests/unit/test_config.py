@@ -287,6 +287,8 @@ REFUSED = [
     ("sequence_parallel_size", 2, "tensor_parallel.autotp_size"),
     ("use_data_before_expert_parallel_", True, "set it to false"),
     ("compile.deepcompile", True, "set it to false"),
+    ("checkpoint.use_node_local_storage", True, "set it to false"),
+    ("datastates_ckpt", {"host_cache_size": 16}, "async_checkpoint"),
     ("sparse_gradients", True, "remove"),
     ("amp", {"enabled": True}, "bf16 or fp16"),
     ("torch_autocast", {"enabled": True}, "bf16 or fp16"),
