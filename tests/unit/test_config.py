@@ -60,6 +60,8 @@ WITHOUT_EFFECT = {
 }
 ONLY_NULL = {"load_balance_coeff": None}
 OWN_KEYS = {
+    "async_checkpoint",
+    "verify_checkpoint",
     "initial_weights",
     "expert_backend",
     "replicated_gradient_sync",
