@@ -193,7 +193,7 @@ class CheckpointingEngine(FoldedConstruction):
                 )
                 for tensor in tensors
             },
-            optimizer=None if without_states else describe_optimizer(masters, self.autoep_families, self._autoep_groups),
+            optimizer=None if without_states or masters.base is None else describe_optimizer(masters, self.autoep_families, self._autoep_groups),
             loss_scale=None if without_states else loss_scale_state(self.optimizer),
             random_states=True,
         )
@@ -294,7 +294,7 @@ class CheckpointingEngine(FoldedConstruction):
             return None, None
 
         foreign = foreign_tensors(self)
-        with_optimizer = load_optimizer_states and not load_module_only
+        with_optimizer = bool(load_optimizer_states and not load_module_only)
         opened, tensors = self._collectively(lambda: self._open(folders.find(load_dir, tag), with_optimizer, bool(load_module_strict), foreign))
         if opened.stock is None:
             verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, checkpoint_group())
@@ -347,6 +347,7 @@ class CheckpointingEngine(FoldedConstruction):
             check_structure(saved_structure(folder, manifest), self.module)
         tensors = check_tensors(folder, manifest, tensors, strict)
         entry = manifest.optimizer
+        with_optimizer = with_optimizer and masters.base is not None
         if with_optimizer and entry is None and self.global_rank == 0:
             reason = "" if stock is None else f" ({stock.reader.states_missing})"
             logger.warning("checkpoint %s has no optimizer states%s: weights are loaded, the optimizer starts anew", folder, reason)

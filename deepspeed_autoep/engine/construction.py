@@ -87,6 +87,8 @@ class EngineSetup(Decisions):
 class FoldedConstruction(DeepSpeedEngine):
     """Builds a folded engine; :class:`deepspeed_autoep.engine.engine.AutoEPEngine` trains with it."""
 
+    _autoep_groups = 0  # that the user gave to the optimizer
+
     def __init__(self, *args, autoep: EngineSetup, **kwargs) -> None:
         self.autoep = autoep
         self.autoep_families: dict[torch.nn.Parameter, ParameterInfo] = {}

@@ -45,7 +45,7 @@ class Fragment:
 class MasterState:
     """Of one engine, now. ``owners``: every parameter that the optimizer trains; ``fragments``: what of them is this rank's."""
 
-    base: torch.optim.Optimizer
+    base: torch.optim.Optimizer | None  # None: an engine that does not train
     owners: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     fragments: dict[torch.Tensor, Fragment] = field(default_factory=dict)
     is_partitioned: bool = False  # over each group's data-parallel ranks
@@ -104,6 +104,8 @@ class MasterState:
 
 def master_state(optimizer) -> MasterState:
     """``optimizer``: an engine's. Raises :class:`UnsupportedError` for a wrapper that is not known."""
+    if optimizer is None:
+        return MasterState(None)
     if isinstance(optimizer, FoldedZeroOptimizer):
         return _of_zero(optimizer)
     if isinstance(optimizer, FoldedUnfusedOptimizer):

@@ -90,7 +90,7 @@ def _optimizer(
     reader: StockReader, names: dict[str, LogicalTensor], masters: MasterState, families: dict[torch.Tensor, ParameterInfo], groups: int
 ) -> tuple[OptimizerEntry | None, list[int] | None]:
     """With the engine's own groups and the options that stock's have; None where the files have no states that can be read."""
-    if reader.states_missing is not None or reader.trained is None:
+    if reader.states_missing is not None or reader.trained is None or masters.base is None:
         return None, None
     kind = type(masters.base).__name__
     trained = {_own_name(name, names): name for name in reader.trained}

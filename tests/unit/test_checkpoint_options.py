@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from deepspeed_autoep.checkpoint.metadata import read_manifest
 from deepspeed_autoep.errors import CheckpointError
-from tests.unit.models import make_model
+from tests.unit.models import make_batches, make_model
 from tests.unit.pool import run_on
 from tests.unit.runs import SAVED_AFTER, STEPS, run_steps, train_and_save
-from tests.unit.training import Case, build_engine, ds_config, my_share, relative
+from tests.unit.training import Case, build_engine, ds_config, mean_over_data, my_share, reference_of, relative
 
 CASE = Case("mixtral", 4, 2, 2, 1, steps=STEPS, samples=8)
 SMALL = replace(CASE, world=2, tp=1, ep=2, zero=2)
@@ -188,6 +188,28 @@ def test_module_only(good):
     assert result[0].endswith(TAG) and result[1] == {"seen": 7}
     assert steps == 0 and states == 0
     assert not torch.equal(weight, torch.ones_like(weight))
+
+
+def evaluates(case: Case, folder: str) -> list[float]:
+    """An engine without an optimizer takes the weights, and what it saves trains on."""
+    import deepspeed_autoep
+
+    engine, *_ = deepspeed_autoep.initialize(model=make_model(case.family, seed=5), config=ds_config(case))
+    assert engine.optimizer is None
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(f"{folder}/again", client_state={"seen": 7})
+    batch = my_share(make_batches(case.steps, case.samples, case.length)[SAVED_AFTER], case)
+    loss = mean_over_data(engine(input_ids=batch, labels=batch).loss, engine)
+    engine.destroy()
+    return [loss]
+
+
+def test_an_engine_without_an_optimizer(good, tmp_path):
+    folder = copied(good, tmp_path)
+    loss = run_on(2, evaluates, replace(SMALL, zero=0), str(folder))[0][0]
+    assert relative(loss, reference_of(SMALL).losses[SAVED_AFTER]) < 1e-5
+    result, records, *_ = run_on(2, loads_with, SMALL, str(folder / "again"), {})[0]
+    assert result[0].endswith(TAG) and any("no optimizer states" in record for record in records)
 
 
 def test_nothing_to_load(tmp_path):
@@ -367,8 +389,6 @@ def accumulates(case: Case, folder: str) -> list[float]:
 
 
 def test_gradients_before_a_load_are_discarded(good):
-    from tests.unit.training import reference_of
-
     losses = run_on(2, accumulates, SMALL, str(good))[0]
     assert all(relative(mine, right) < 1e-5 for mine, right in zip(losses, reference_of(SMALL).losses[SAVED_AFTER:], strict=True))
 
