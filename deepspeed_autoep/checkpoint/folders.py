@@ -7,6 +7,7 @@ folder without a dot is complete.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -37,7 +38,11 @@ def _replaced(save_dir: Path, tag: str) -> Path:
 def begin(save_dir: Path, tag: str) -> Path:
     """An empty folder to write to. What an interrupted save of the tag has left is removed, or put back in its place."""
     save_dir.mkdir(parents=True, exist_ok=True)
-    _finish_replacing(save_dir, tag)
+    _put_back(save_dir, tag)
+    _remove(_replaced(save_dir, tag))
+    target = save_dir / tag
+    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is no checkpoint of deepspeed_autoep (it has no {MANIFEST}), so it is not replaced: give another tag, or remove it")
     folder = aside(save_dir, tag)
     if folder.exists():
         shutil.rmtree(folder)
@@ -48,35 +53,40 @@ def begin(save_dir: Path, tag: str) -> Path:
     return folder
 
 
-def commit(save_dir: Path, tag: str, save_latest: bool) -> None:
+def commit(save_dir: Path, tag: str) -> None:
     """Make what :func:`begin` gave the checkpoint ``tag``."""
     folder, target, old = aside(save_dir, tag), save_dir / tag, _replaced(save_dir, tag)
     sync_folder(folder)
     if target.exists():
         os.rename(target, old)
     os.rename(folder, target)
+
+
+def conclude(save_dir: Path, tag: str, save_latest: bool) -> None:
+    """What follows a commit: storage, ``latest``, and the checkpoint that was replaced goes."""
     sync_folder(save_dir)
     if save_latest:
         write_latest(save_dir, tag)
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(_replaced(save_dir, tag))
 
 
 def abandon(save_dir: Path, tag: str) -> None:
-    """Remove a save that failed, as far as that goes."""
+    """Remove a save that failed before its commit, as far as that goes; what it was about to replace is put back."""
     shutil.rmtree(aside(save_dir, tag), ignore_errors=True)
-    if save_dir.is_dir():
-        _finish_replacing(save_dir, tag)
+    with contextlib.suppress(OSError):  # a load finds it where it is, too
+        _put_back(save_dir, tag)
 
 
-def _finish_replacing(save_dir: Path, tag: str) -> None:
-    """After a save that died between the renames of :func:`commit`, or after them."""
-    old = _replaced(save_dir, tag)
-    if old.exists():
-        if (save_dir / tag).exists():
-            shutil.rmtree(old)
-        else:
-            os.rename(old, save_dir / tag)
+def _put_back(save_dir: Path, tag: str) -> None:
+    """After a save that died between the two renames of :func:`commit`."""
+    if _replaced(save_dir, tag).exists() and not (save_dir / tag).exists():
+        os.rename(_replaced(save_dir, tag), save_dir / tag)
+
+
+def _remove(folder: Path) -> None:
+    """Of no use any more; a reader on another machine may keep it from going."""
+    if folder.exists():
+        shutil.rmtree(folder, onerror=lambda _, path, error: logger.warning("%s could not be removed: %s", path, error[1]))
 
 
 def write_latest(save_dir: Path, tag: str) -> None:

@@ -19,6 +19,7 @@ from deepspeed_autoep.checkpoint.metadata import (
     Manifest,
     damaged_files,
     raise_damaged,
+    surplus_files,
 )
 from deepspeed_autoep.checkpoint.planner import PieceLoadPlanner
 from deepspeed_autoep.checkpoint.save import failures_of
@@ -41,6 +42,10 @@ def verify_files(folder: Path, manifest: Manifest, verification: Verification, g
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))[rank::world]
     faults: list = [None] * world
     mine = damaged_files(folder, manifest.files, names, checksums=verification == "full")
+    if verification != "full":  # the index and Python objects in any case: they are unpickled
+        mine += damaged_files(folder, manifest.files, [name for name in names if not name.endswith(".distcp")])
+    if rank == 0:
+        mine += surplus_files(folder, manifest.files)
     dist.all_gather_object(faults, mine, group=group)
     raise_damaged(folder, [fault for part in faults for fault in part])
 
@@ -63,7 +68,8 @@ def check_tensors(folder: Path, manifest: Manifest, tensors: Collection[LogicalT
             message = f"checkpoint {folder} {text.format(len(names))}: {', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
             if strict:
                 raise CheckpointError(f"{message}. load_module_strict=False takes what both have")
-            logger.warning("%s", message)
+            if dist.get_rank() == 0:
+                logger.warning("%s", message)
     return [tensor for tensor in tensors if tensor.name in manifest.tensors and manifest.tensors[tensor.name].stored]
 
 
@@ -73,7 +79,9 @@ def read_pieces(folder: Path, pieces: Iterable[Piece], blob_keys: Iterable[str],
     try:
         dcp.load({}, storage_reader=FileSystemReader(folder / TENSORS), planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # not an Exception
-        raise CheckpointError(f"checkpoint {folder} could not be read: {failures_of(error)}") from None
+        raise CheckpointError(
+            f"checkpoint {folder} could not be read: {failures_of(error)}. The engine's weights and states are undefined until a load succeeds"
+        ) from None
     return planner.blobs
 
 

@@ -6,12 +6,14 @@ docs/checkpoints.md describes the format for other programs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -58,6 +60,7 @@ class GroupEntry(_Entry):
 
 class OptimizerEntry(_Entry):
     type: str
+    has_states: bool = True  # false: left out on request
     groups: tuple[GroupEntry, ...]
     states: dict[str, dict[str, str]]  # parameter -> state of its shape -> dtype; stored as tensors
     values: dict[str, dict[str, Any]]  # parameter -> other states (step), see encode()
@@ -75,7 +78,7 @@ class Manifest(_Entry):
     libraries: dict[str, str]
     model: str  # class
     topology: Topology
-    counters: dict[str, int]  # global_steps, global_samples, skipped_steps, micro_steps
+    counters: dict[str, int]  # global_steps, global_samples, skipped_steps, pending_passes
     tensors: dict[str, TensorEntry]
     optimizer: OptimizerEntry | None
     loss_scale: dict[str, float] | None
@@ -100,6 +103,10 @@ def encode(value: Any, where: str) -> Any:
         if value.numel() > 1024:
             raise CheckpointError(f"{where} is a tensor of shape {list(value.shape)}: legal are tensors of the parameter's shape, and small ones")
         return {"tensor": value.tolist(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": repr(value)}
     if isinstance(value, tuple | list):
         items = [encode(item, where) for item in value]
         return {"tuple": items} if isinstance(value, tuple) else items
@@ -112,6 +119,8 @@ def decode(value: Any) -> Any:
     """Undoes :func:`encode`; tensors are on the CPU."""
     if isinstance(value, dict) and "tensor" in value:
         return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+    if isinstance(value, dict) and "number" in value:
+        return float(value["number"])
     if isinstance(value, dict) and "tuple" in value:
         return tuple(decode(item) for item in value["tuple"])
     return [decode(item) for item in value] if isinstance(value, list) else value
@@ -171,6 +180,12 @@ def damaged_files(folder: Path, files: dict[str, FileEntry], names: Iterable[str
         except OSError as error:
             faults.append(f"{path} cannot be read: {error}")
     return faults
+
+
+def surplus_files(folder: Path, files: dict[str, FileEntry]) -> list[str]:
+    """Files among the tensors that the manifest does not know, a sentence each: of another save, or of another program."""
+    found = sorted(f"{TENSORS}/{path.name}" for path in (folder / TENSORS).iterdir()) if (folder / TENSORS).is_dir() else []
+    return [f"{folder / name} is not of this checkpoint" for name in found if name not in files]
 
 
 def raise_damaged(folder: Path, faults: list[str]) -> None:

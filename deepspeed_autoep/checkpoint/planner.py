@@ -107,7 +107,8 @@ class PieceSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.blobs[write_item.index.fqn])
-        return self.pieces[write_item.index.fqn, tuple(write_item.index.offset)].view.detach()
+        # In C order: torch.save would keep the strides of a transposed parameter.
+        return self.pieces[write_item.index.fqn, tuple(write_item.index.offset)].view.detach().contiguous()
 
 
 class PieceLoadPlanner(LoadPlanner):

@@ -20,6 +20,7 @@ from deepspeed_autoep.checkpoint.metadata import (
     dtype_of,
     raise_damaged,
     read_manifest,
+    surplus_files,
 )
 from deepspeed_autoep.checkpoint.planner import box_of
 from deepspeed_autoep.checkpoint.slices import Box, box_shape, check_union, show
@@ -49,7 +50,8 @@ class CheckpointReader:
         tag = folders.latest_tag(folder)
         self.folder = folder if tag is None else folders.find(folder, tag)
         self.manifest: Manifest = read_manifest(self.folder)
-        raise_damaged(self.folder, damaged_files(self.folder, self.manifest.files, self.manifest.files, checksums=False))
+        faults = damaged_files(self.folder, self.manifest.files, self.manifest.files, checksums=False)
+        raise_damaged(self.folder, faults + surplus_files(self.folder, self.manifest.files))
         # It is a pickle, so its bytes are compared before it is read.
         index = f"{TENSORS}/.metadata"
         raise_damaged(self.folder, damaged_files(self.folder, self.manifest.files, [index] if index in self.manifest.files else []))

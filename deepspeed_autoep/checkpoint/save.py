@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from deepspeed.accelerator import get_accelerator
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -53,17 +54,6 @@ class SaveJob:
     def staged(self) -> SaveJob:
         """With copies of the tensors in host memory: training may go on."""
         return replace(self, pieces=[replace(piece, view=piece.view.detach().to("cpu", copy=True)) for piece in self.pieces])
-
-
-_GROUPS: dict[object, dist.ProcessGroup] = {}
-
-
-def checkpoint_group() -> dist.ProcessGroup:
-    """All ranks, on the CPU: its collectives may run beside those of training. Collective over the world, once."""
-    world = dist.group.WORLD
-    if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    return _GROUPS[world]
 
 
 class _HashedStream:
@@ -154,20 +144,23 @@ def _portions(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
 
 def write_checkpoint(job: SaveJob, group: dist.ProcessGroup) -> None:
     """Collective over ``group``. Raises :class:`CheckpointError` on every rank; no other checkpoint is touched then."""
-    first = dist.get_rank(group) == 0
     try:
         folder = folders.aside(job.save_dir, job.tag)
         _on_first(lambda: folders.begin(job.save_dir, job.tag), group)
         written = _write_tensors(job, folder, group)
         _on_first(lambda: _finish(job, folder, written), group)
     except BaseException as error:
-        if first:
+        if dist.get_rank(group) == 0:
             folders.abandon(job.save_dir, job.tag)
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(
             f"checkpoint {job.tag!r} could not be written to {job.save_dir}: {_reason(error)}. Checkpoints before it are as they were"
         ) from error
+    try:
+        _on_first(lambda: folders.conclude(job.save_dir, job.tag, job.save_latest), group)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {job.save_dir / job.tag} is saved, but {folders.LATEST!r} does not name it: {error}") from None
 
 
 def _write_tensors(job: SaveJob, folder: Path, group: dist.ProcessGroup) -> dict[str, FileEntry]:
@@ -178,9 +171,9 @@ def _write_tensors(job: SaveJob, folder: Path, group: dist.ProcessGroup) -> dict
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     except dcp.CheckpointException as error:  # not an Exception
         raise CheckpointError(failures_of(error)) from None
-    entries: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(entries, writer.fs.entries, group=group)
-    return {f"{TENSORS}/{name}": entry for part in entries for name, entry in part.items()}
+    entries: list | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(writer.fs.entries, entries, group_dst=0, group=group)
+    return {f"{TENSORS}/{name}": entry for part in entries or () for name, entry in part.items()}
 
 
 def failures_of(error: dcp.CheckpointException) -> str:
@@ -205,7 +198,7 @@ def _finish(job: SaveJob, folder: Path, written: dict[str, FileEntry]) -> None:
         written[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
     folders.sync_folder(folder / TENSORS)
     folders.write_file(folder / MANIFEST, manifest_bytes(job.manifest.model_copy(update={"files": written})))
-    folders.commit(job.save_dir, job.tag, job.save_latest)
+    folders.commit(job.save_dir, job.tag)
 
 
 def _on_first(action: Callable[[], object], group: dist.ProcessGroup) -> None:
@@ -222,42 +215,69 @@ def _on_first(action: Callable[[], object], group: dist.ProcessGroup) -> None:
 
 
 class Saver:
-    """An engine's saves, one at a time; the asynchronous one in a thread beside the training."""
+    """An engine's saves, one at a time; the asynchronous one in a thread beside the training.
 
-    def __init__(self) -> None:
+    Calls are collective over ``stage_group``, the main thread's; the files have a group of their own, so that the thread's collectives
+    meet no others.
+    """
+
+    def __init__(self, stage_group, device: torch.device) -> None:
+        self._stage_group, self._device = stage_group, device
+        self._group: dist.ProcessGroup | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future | None = None
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks, on the CPU. Collective over the world, once."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        return self._group
+
     def save(self, job: SaveJob, asynchronous: bool) -> None:
-        """Collective. An earlier save must have been waited for: :meth:`wait`."""
-        group = checkpoint_group()
+        """An earlier save must have been waited for: :meth:`wait`."""
+        group = self.group
         if not asynchronous:
             write_checkpoint(job, group)
             return
-        staged = job.staged()
+        staged = collectively(job.staged, self._stage_group)
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_autoep-save")
+            self._executor = ThreadPoolExecutor(1, "deepspeed_autoep-save", initializer=self._use_device)
         self._pending = self._executor.submit(write_checkpoint, staged, group)
+        self._pending.add_done_callback(_log_failure)
 
-    def wait(self, stage_group) -> None:
-        """Until the save under way has ended, on all ranks; raises its failure on all of them. Collective over the stage."""
+    def _use_device(self) -> None:
+        """A new thread begins on the first device."""
+        if self._device.type != "cpu":
+            get_accelerator().set_device(self._device.index)
+
+    def wait(self) -> None:
+        """Until the save under way has ended, on all ranks; raises its failure on all of them."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            collectively(pending.result, stage_group)
+            collectively(pending.result, self._stage_group)
 
-    def check(self, stage_group, device: torch.device) -> None:
-        """Raise the failure of a save that has ended, on all ranks in the same step. Collective over the stage while one is under way."""
+    def check(self) -> None:
+        """Raise the failure of a save that has ended, on all ranks in the same step. Nothing where none is under way."""
         if self._pending is None:
             return
-        ended = torch.tensor([int(self._pending.done())], dtype=torch.int32, device=device)
-        dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=stage_group)
+        ended = torch.tensor([int(self._pending.done())], dtype=torch.int32, device=self._device)
+        dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=self._stage_group)
         if ended.item():
-            self.wait(stage_group)
+            self.wait()
 
-    def close(self, stage_group) -> None:
+    def close(self) -> None:
         try:
-            self.wait(stage_group)
+            self.wait()
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
-                self._executor = None
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+            self._executor = self._group = None
+
+
+def _log_failure(save: Future) -> None:
+    """At once: a script may end before a step or another save raises it."""
+    if not save.cancelled() and save.exception() is not None:
+        logger.error("an asynchronous save failed: %s", save.exception())

@@ -20,6 +20,7 @@ Runs = tuple[tuple[int, int], ...]
 
 # Ranks that hold the same elements write a part each from here on; smaller tensors are written by one of them whole.
 SPLIT_FROM = 1 << 16
+_PARTS_OF_A_SHARE = 8  # rows in a share at least: shares differ by one
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,15 @@ def flat_start(shape: Sequence[int], box: Box) -> int:
     return place
 
 
-def share(start: int, stop: int, row: int, index: int, count: int, turn: int) -> tuple[int, int]:
-    """Which of elements ``[start, stop)``, that ``count`` ranks hold alike, the ``index``-th of them writes: a part each, cut between
-    rows of ``row`` elements; or all by one of them, by ``turn``, where they are few."""
+def share(shape: Sequence[int], start: int, stop: int, index: int, count: int, turn: int) -> tuple[int, int]:
+    """Which of elements ``[start, stop)`` of a tensor of ``shape``, that ``count`` ranks hold alike, the ``index``-th of them writes: a part
+    each, cut between rows (of as many dimensions as there are enough of); or all by one of them, by ``turn``, where they are few."""
     size = stop - start
     if count == 1:
         return start, stop
     if size < SPLIT_FROM * count:
         return (start, stop) if turn % count == index else (start, start)
+    row = next((prod(shape[dim:]) for dim in range(1, len(shape)) if prod(shape[dim:]) * _PARTS_OF_A_SHARE * count <= size), 1)
     bounds = [start + size * position // count for position in (index, index + 1)]
     low, high = (bound if bound in (start, stop) else max(start, bound // row * row) for bound in bounds)
     return low, high

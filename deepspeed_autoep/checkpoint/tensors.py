@@ -99,12 +99,12 @@ def pieces_to_write(tensors: Iterable[LogicalTensor]) -> list[Piece]:
     """Each element of what several ranks hold alike is one rank's to write."""
     pieces = []
     for position, tensor in enumerate(tensors):
-        row = prod(tensor.cut.local_shape[1:])
         for place, state in enumerate(tensor.dtypes):
             if state in tensor.held:
                 held = tensor.held[state]
                 turn = position + place
-                pieces += _pieces(tensor, state, *share(held.start, held.stop, row, tensor.replica, tensor.replicas, turn))
+                part = share(tensor.cut.local_shape, held.start, held.stop, tensor.replica, tensor.replicas, turn)
+                pieces += _pieces(tensor, state, *part)
     return pieces
 
 

@@ -7,7 +7,6 @@ masters, step counts, schedules, random states.
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import platform
@@ -32,7 +31,7 @@ from deepspeed_autoep.checkpoint.metadata import (
     read_manifest,
 )
 from deepspeed_autoep.checkpoint.quantized import QUANTIZATION, saved_structure, structure_bytes
-from deepspeed_autoep.checkpoint.save import SaveJob, Saver, checkpoint_group
+from deepspeed_autoep.checkpoint.save import SaveJob, Saver
 from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
 from deepspeed_autoep.engine.construction import FoldedConstruction
@@ -67,7 +66,7 @@ from deepspeed_autoep.weights.export import export_folder
 logger = logging.getLogger("deepspeed_autoep")
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "deepspeed_autoep")
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # Of DeepSpeed's signature.
 _DEFAULT_FILE = "pytorch_model.bin"
 _Result = TypeVar("_Result")
@@ -80,7 +79,8 @@ class _Opened:
     folder: Path
     manifest: Manifest
     masters: MasterState
-    optimizer: bool  # whether its states are taken
+    optimizer: bool  # whether its states and options are taken
+    starts_anew: bool = False  # where they are wanted, and the checkpoint has none
     stock: StockCheckpoint | None = None  # where DeepSpeed has written it
 
 
@@ -92,7 +92,7 @@ class CheckpointingEngine(FoldedConstruction):
     @property
     def autoep_saver(self) -> Saver:
         if self._autoep_saver is None:
-            self._autoep_saver = Saver()
+            self._autoep_saver = Saver(self.autoep.handles.stage_group, self.device)
         return self._autoep_saver
 
     # Saving
@@ -117,7 +117,7 @@ class CheckpointingEngine(FoldedConstruction):
         Raises :class:`CheckpointError` on every rank if any rank could not write; other checkpoints are as they were then.
         """
         handles = self.autoep.handles
-        self.autoep_saver.wait(handles.stage_group)
+        self.autoep_saver.wait()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         settings = {"save_checkpoint(save_dir=...)": str(save_dir), "save_checkpoint(tag=...)": tag}
         validate_folding_agreement(handles.spec, settings, handles.stage_group)
@@ -180,7 +180,7 @@ class CheckpointingEngine(FoldedConstruction):
             topology=Topology(
                 world_size=spec.world_size, tp=spec.tp_size, ep=spec.ep_size, etp=spec.etp_size, zero_stage=self.zero_optimization_stage()
             ),
-            counters={name: int(getattr(self, name)) for name in _COUNTERS},
+            counters={name: int(getattr(self, name)) for name in _COUNTERS} | {"pending_passes": self.micro_steps % self.gradient_accumulation_steps()},
             tensors={
                 tensor.name: TensorEntry(
                     shape=tensor.cut.shape,
@@ -193,7 +193,7 @@ class CheckpointingEngine(FoldedConstruction):
                 )
                 for tensor in tensors
             },
-            optimizer=None if without_states or masters.base is None else describe_optimizer(masters, self.autoep_families, self._autoep_groups),
+            optimizer=None if masters.base is None else describe_optimizer(masters, self.autoep_families, self._autoep_groups, not without_states),
             loss_scale=None if without_states else loss_scale_state(self.optimizer),
             random_states=True,
         )
@@ -255,8 +255,8 @@ class CheckpointingEngine(FoldedConstruction):
                 "save_16bit_model of a PEFT model is not supported: engine.module.save_pretrained(folder, state_dict="
                 "deepspeed_autoep.consolidated_state_dict(engine)) on rank 0 writes its adapter"
             )
-        self.autoep_saver.wait(self.autoep.handles.stage_group)
-        group = checkpoint_group()
+        self.autoep_saver.wait()
+        group = self.autoep_saver.group
         source = self._collectively(lambda: EngineTensors(self, group))
         options = {"max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer, "overwrite": overwrite}
         source.run(lambda: export_folder(Path(save_dir), source, self.module, **options))
@@ -283,7 +283,7 @@ class CheckpointingEngine(FoldedConstruction):
         optimizer of another kind. Nothing is changed then.
         """
         handles = self.autoep.handles
-        self.autoep_saver.wait(handles.stage_group)
+        self.autoep_saver.wait()
         if custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is not supported: the files hold slices of tensors. load_module_strict=False takes what both have")
         load_dir = Path(load_dir)
@@ -297,11 +297,11 @@ class CheckpointingEngine(FoldedConstruction):
         with_optimizer = bool(load_optimizer_states and not load_module_only)
         opened, tensors = self._collectively(lambda: self._open(folders.find(load_dir, tag), with_optimizer, bool(load_module_strict), foreign))
         if opened.stock is None:
-            verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, checkpoint_group())
+            verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, self.autoep_saver.group)
         state = self._collectively(lambda: self._training_state(opened))
 
         if opened.optimizer:
-            prepare_states(opened.manifest.optimizer, opened.masters, self.autoep_families)
+            self._collectively(lambda: prepare_states(opened.manifest, opened.masters, self.autoep_families))
             present = {tensor.name for tensor in tensors}
             tensors = [tensor for tensor in logical_tensors(self, opened.masters) if tensor.name in present]
         else:
@@ -313,16 +313,18 @@ class CheckpointingEngine(FoldedConstruction):
         if opened.optimizer:
             restore_optimizer(opened.manifest.optimizer, opened.masters, self.autoep_families)
             set_loss_scale_state(self.optimizer, opened.manifest.loss_scale)
+        elif opened.starts_anew:
+            opened.masters.base.state.clear()
         if not load_module_only:
-            self._restore_training(opened.manifest, state, load_lr_scheduler_states)
+            self._restore_training(opened.manifest, state, load_lr_scheduler_states, opened.optimizer)
             if source is not None:
                 set_random_states(blobs[source])
         self.zero_grad()
-        return str(opened.folder), copy.deepcopy(state["client_state"])
+        return str(opened.folder), state["client_state"]
 
     def _read(self, opened: _Opened, tensors: list[LogicalTensor], blob_keys: list[str]) -> dict[str, bytes]:
         if opened.stock is None:
-            return read_pieces(opened.folder, pieces_to_read(tensors), blob_keys, checkpoint_group())
+            return read_pieces(opened.folder, pieces_to_read(tensors), blob_keys, self.autoep_saver.group)
         self._collectively(lambda: read_stock(opened.stock, tensors))
         return {}
 
@@ -341,19 +343,21 @@ class CheckpointingEngine(FoldedConstruction):
         tensors = logical_tensors(self, masters) + foreign
         stock = None
         if not (folder / MANIFEST).exists() and detect(folder) is not None:
-            stock = open_stock_checkpoint(folder, tensors, masters, self.autoep_families, self._autoep_groups, self.gradient_accumulation_steps())
+            stock = open_stock_checkpoint(folder, tensors, masters, self.autoep_families, self._autoep_groups)
         manifest = read_manifest(folder) if stock is None else stock.manifest
         if stock is None:
             check_structure(saved_structure(folder, manifest), self.module)
         tensors = check_tensors(folder, manifest, tensors, strict)
         entry = manifest.optimizer
         with_optimizer = with_optimizer and masters.base is not None
-        if with_optimizer and entry is None and self.global_rank == 0:
+        if with_optimizer and (entry is None or not entry.has_states) and self.global_rank == 0:
             reason = "" if stock is None else f" ({stock.reader.states_missing})"
             logger.warning("checkpoint %s has no optimizer states%s: weights are loaded, the optimizer starts anew", folder, reason)
         if with_optimizer and entry is not None:
             check_optimizer_entry(entry, masters, self.autoep_families, self._autoep_groups)
-        return _Opened(folder, manifest, masters, with_optimizer and entry is not None, stock), tensors
+        if manifest.counters.get("pending_passes") and self.global_rank == 0:
+            logger.warning("checkpoint %s was saved between backward and step: the gradients of those passes are not in it", folder)
+        return _Opened(folder, manifest, masters, with_optimizer and entry is not None, with_optimizer, stock), tensors
 
     def _random_source(self, manifest: Manifest) -> str | None:
         """Whose random states this rank takes: its own, or under another topology those of its samples' data-parallel index."""
@@ -373,9 +377,19 @@ class CheckpointingEngine(FoldedConstruction):
             )
         return None
 
-    def _restore_training(self, manifest: Manifest, state: dict[str, Any], with_scheduler: bool) -> None:
+    def _take_scheduled_rates(self) -> None:
+        """Schedulers that go on from the last learning rate need it in the groups, whose options were not loaded."""
+        rates = getattr(self.lr_scheduler, "_last_lr", None)
+        parts = self.basic_optimizer.param_groups
+        if rates is not None and len(rates) == len(parts):
+            for part, rate in zip(parts, rates, strict=True):
+                part["lr"] = part["lr"].fill_(rate) if isinstance(part["lr"], torch.Tensor) else rate
+
+    def _restore_training(self, manifest: Manifest, state: dict[str, Any], with_scheduler: bool, with_options: bool) -> None:
         for name in _COUNTERS:
             setattr(self, name, manifest.counters[name])
+        # At the beginning of a step, whatever the accumulation was: the boundary is counted from here.
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         self.loaded_checkpoint_mp_world_size = manifest.topology.tp
         self.loaded_checkpoint_dp_world_size = manifest.topology.world_size // manifest.topology.tp
         if with_scheduler and self.lr_scheduler is not None:
@@ -384,6 +398,8 @@ class CheckpointingEngine(FoldedConstruction):
             else:
                 split = split_scheduler_state(state["lr_scheduler"], self._origins(), self._autoep_groups, is_by_group)
                 self.lr_scheduler.load_state_dict(split)
+                if not with_options:
+                    self._take_scheduled_rates()
         for name, part in self._data_efficiency().items():
             if name in state:
                 part.load_state_dict(state[name])

@@ -176,7 +176,7 @@ class AutoEPEngine(CheckpointingEngine):
     def step(self, lr_kwargs=None):
         """As DeepSpeed's. Raises :class:`CheckpointError` after the step where an asynchronous save has failed since the last one."""
         super().step(lr_kwargs)
-        self.autoep_saver.check(self.autoep.handles.stage_group, self.device)
+        self.autoep_saver.check()
 
     def _take_model_step(self, lr_kwargs):
         self._refuse_changed_parameters()
@@ -223,7 +223,7 @@ class AutoEPEngine(CheckpointingEngine):
     def destroy(self) -> None:
         """As DeepSpeed's; also waits for a save under way, and gives DeepSpeed's group registry back its former content."""
         try:
-            self.autoep_saver.close(self.autoep.handles.stage_group)
+            self.autoep_saver.close()
         finally:
             super().destroy()
             self.autoep.binding.restore()

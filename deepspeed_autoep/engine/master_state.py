@@ -84,14 +84,13 @@ class MasterState:
     def _is_elementwise(self, name: str, value, parameter: torch.Tensor) -> bool:
         return isinstance(value, torch.Tensor) and name != STEP and value.shape == self.owners[parameter].shape
 
-    def prepare(self, parameter: torch.Tensor, dtypes: dict[str, torch.dtype]) -> None:
-        """Make states that the optimizer has not made yet, as zeros, to be read into."""
+    def prepare(self, parameter: torch.Tensor, dtypes: dict[str, torch.dtype | None]) -> None:
+        """Make states that the optimizer has not made yet, as zeros, to be read into. None: the master's dtype."""
         owner = self.owners[parameter]
-        state = self.base.state[owner]
         for name, dtype in dtypes.items():
+            state = self.base.state[owner]
             if not isinstance(state.get(name), torch.Tensor):
-                # The owner's dtype, as optimizers do, but for states that were of another one on purpose.
-                state[name] = torch.zeros_like(owner.detach(), dtype=owner.dtype if dtype.is_floating_point else dtype)
+                state[name] = torch.zeros_like(owner.detach(), dtype=dtype or owner.dtype)
 
     def set_value(self, parameter: torch.Tensor, name: str, value: object) -> None:
         owner = self.owners[parameter]

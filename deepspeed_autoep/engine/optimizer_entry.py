@@ -6,35 +6,51 @@ from typing import Any
 
 import torch
 
-from deepspeed_autoep.checkpoint.metadata import GroupEntry, OptimizerEntry, decode, dtype_name, dtype_of, encode
+from deepspeed_autoep.checkpoint.metadata import (
+    GroupEntry,
+    Manifest,
+    OptimizerEntry,
+    decode,
+    dtype_name,
+    dtype_of,
+    encode,
+)
 from deepspeed_autoep.engine.master_state import MasterState
 from deepspeed_autoep.engine.param_groups import OF_ONE_PART, ORIGIN_KEY
 from deepspeed_autoep.errors import CheckpointError
 from deepspeed_autoep.gradients.slices import ParameterInfo
 
 _OWN_KEYS = (*OF_ONE_PART, ORIGIN_KEY)
+# How torch's optimizers compute, not what: the engine's own choice.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
-def describe_optimizer(masters: MasterState, families: dict[torch.Tensor, ParameterInfo], groups: int) -> OptimizerEntry:
+def describe_optimizer(masters: MasterState, families: dict[torch.Tensor, ParameterInfo], groups: int, with_states: bool) -> OptimizerEntry:
     """``families``: every parameter that the optimizer holds; ``groups``: how many groups the user gave. Raises :class:`CheckpointError`."""
+    members: list[list[str]] = [[] for _ in range(groups)]
+    for info in families.values():
+        members[info.group].append(info.name)
     first_parts = {part[ORIGIN_KEY]: part for part in reversed(masters.base.param_groups)}
     names = {parameter: info.name for parameter, info in families.items()}
     return OptimizerEntry(
         type=type(masters.base).__name__,
+        has_states=with_states,
         groups=tuple(
             GroupEntry(
-                parameters=tuple(info.name for info in families.values() if info.group == origin),
+                parameters=tuple(members[origin]),
                 options={
                     key: encode(value, f"option {key!r} of the optimizer's group {origin}")
                     for key, value in first_parts.get(origin, {}).items()
-                    if key not in _OWN_KEYS
+                    if key not in (*_OWN_KEYS, *_IMPLEMENTATION)
                 },
             )
             for origin in range(groups)
         ),
-        states={names[p]: {state: dtype_name(dtype) for state, dtype in masters.state_dtypes(p).items()} for p in families},
+        states={names[p]: {state: dtype_name(dtype) for state, dtype in masters.state_dtypes(p).items()} if with_states else {} for p in families},
         values={
             names[p]: {state: encode(value, f"the optimizer's state {state!r} of {names[p]!r}") for state, value in masters.values(p).items()}
+            if with_states
+            else {}
             for p in families
         },
     )
@@ -70,11 +86,14 @@ def _check_shared_states(entry: OptimizerEntry, masters: MasterState, families: 
             )
 
 
-def prepare_states(entry: OptimizerEntry, masters: MasterState, families: dict[torch.Tensor, ParameterInfo]) -> None:
-    """Forget the optimizer's states, and make those that the checkpoint has, to be read into."""
+def prepare_states(manifest: Manifest, masters: MasterState, families: dict[torch.Tensor, ParameterInfo]) -> None:
+    """Forget the optimizer's states, and make those that the checkpoint has, to be read into: in the dtype of the engine's masters where the
+    saved one was that of its, else as saved."""
     masters.base.state.clear()
     for parameter, info in families.items():
-        masters.prepare(parameter, {state: dtype_of(dtype) for state, dtype in entry.states[info.name].items()})
+        saved = manifest.tensors[info.name].dtype if info.name in manifest.tensors else None
+        states = manifest.optimizer.states[info.name].items()
+        masters.prepare(parameter, {state: None if dtype == saved else dtype_of(dtype) for state, dtype in states})
 
 
 def restore_optimizer(entry: OptimizerEntry, masters: MasterState, families: dict[torch.Tensor, ParameterInfo]) -> None:
@@ -83,7 +102,8 @@ def restore_optimizer(entry: OptimizerEntry, masters: MasterState, families: dic
         for state, value in entry.values[info.name].items():
             masters.set_value(parameter, state, decode(value))
     for part in masters.base.param_groups:
-        options = {key: decode(value) for key, value in entry.groups[part[ORIGIN_KEY]].options.items()}
+        saved = entry.groups[part[ORIGIN_KEY]].options
+        options = {key: decode(value) for key, value in saved.items() if key not in _IMPLEMENTATION}
         for key, value in options.items():
             current = part.get(key)
             part[key] = value.to(current.device) if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) else value

@@ -48,7 +48,7 @@ class StockCheckpoint:
 
 
 def open_stock_checkpoint(
-    folder: Path, tensors: Iterable[LogicalTensor], masters: MasterState, families: dict[torch.Tensor, ParameterInfo], groups: int, accumulation: int
+    folder: Path, tensors: Iterable[LogicalTensor], masters: MasterState, families: dict[torch.Tensor, ParameterInfo], groups: int
 ) -> StockCheckpoint:
     """Opens and checks every file; no tensor is read. Local. Raises :class:`CheckpointError` as :func:`open_stock` does."""
     tensors = list(tensors)
@@ -66,7 +66,7 @@ def open_stock_checkpoint(
             "global_steps": reader.global_steps,
             "global_samples": reader.global_samples,
             "skipped_steps": reader.skipped_steps,
-            "micro_steps": reader.global_steps * accumulation,
+            "pending_passes": 0,
         },
         tensors=entries | buffers,
         optimizer=optimizer,

@@ -83,3 +83,88 @@ def test_a_failed_asynchronous_save_is_raised_by_a_step_on_every_rank(tmp_path):
     assert all("No space left" in message and "rank 1" in message for (message,) in messages), messages
     assert len({message.split()[0] for (message,) in messages}) == 1
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def two_engines(case: Case, folder: str) -> list[str]:
+    """One saves in its thread, held up on one rank, while the other saves and loads."""
+    first, second = build_engine(case), build_engine(case)
+    run_steps(first, case, 0, 1)
+    run_steps(second, case, 0, 1)
+    original = save._write_tensors
+
+    def held_up(job, path, group):
+        if job.tag == "first" and dist.get_rank() == 1:
+            threading.Event().wait(2)
+        return original(job, path, group)
+
+    save._write_tensors = held_up
+    try:
+        first.save_checkpoint(folder, tag="first", asynchronous=True)
+        second.save_checkpoint(folder, tag="second")
+        second.load_checkpoint(folder, tag="second")
+        first.save_checkpoint(folder, tag="third")
+    finally:
+        save._write_tensors = original
+    first.destroy()
+    second.destroy()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_two_engines_do_not_meet(tmp_path):
+    assert run_on(2, two_engines, SMALL, str(tmp_path))[0] == ["first", "latest", "second", "third"]
+
+
+def unstaged(case: Case, folder: str) -> list[str]:
+    """One rank has no memory for the copy."""
+    engine = build_engine(case)
+    original, messages = save.SaveJob.staged, []
+
+    def staged(self):
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory")
+        return original(self)
+
+    save.SaveJob.staged = staged
+    try:
+        engine.save_checkpoint(folder, asynchronous=True)
+    except Exception as error:
+        messages.append(str(error))
+    finally:
+        save.SaveJob.staged = original
+    run_steps(engine, case, 0, 1)
+    engine.save_checkpoint(folder, tag="later", asynchronous=True)
+    engine.destroy()
+    return messages
+
+
+def test_a_copy_that_fails_is_raised_on_every_rank(tmp_path):
+    assert all("no memory" in message for (message,) in run_on(2, unstaged, SMALL, str(tmp_path)))
+    assert (tmp_path / "later" / "checkpoint.json").exists()
+
+
+def ends_without_a_step(case: Case, folder: str) -> list[str]:
+    import logging
+
+    engine, records = build_engine(case), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("deepspeed_autoep").addHandler(handler)
+    original = planner.PieceSavePlanner.resolve_data
+    planner.PieceSavePlanner.resolve_data = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    try:
+        engine.save_checkpoint(folder, asynchronous=True)
+        engine.autoep_saver._pending.exception(60)
+    finally:
+        planner.PieceSavePlanner.resolve_data = original
+        logging.getLogger("deepspeed_autoep").removeHandler(handler)
+    try:
+        engine.destroy()
+    except Exception as error:
+        records.append(f"destroy: {error}")
+    return records
+
+
+def test_a_failure_is_logged_at_once(tmp_path):
+    for records in run_on(2, ends_without_a_step, SMALL, str(tmp_path)):
+        assert any("asynchronous save failed" in record and "Input/output error" in record for record in records)
+        assert records[-1].startswith("destroy: ")

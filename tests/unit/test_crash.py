@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed_autoep.checkpoint import folders, save
 from deepspeed_autoep.checkpoint.metadata import Manifest, TensorEntry, Topology
 from deepspeed_autoep.checkpoint.reader import CheckpointReader
-from deepspeed_autoep.checkpoint.save import SaveJob, checkpoint_group, write_checkpoint
+from deepspeed_autoep.checkpoint.save import SaveJob, write_checkpoint
 from deepspeed_autoep.checkpoint.tensors import Piece
 from deepspeed_autoep.errors import CheckpointError
 from tests.unit.pool import WorkerError, WorkerPool, run_on
@@ -52,6 +52,16 @@ def job(folder: str, tag: str, value: float, expected=None) -> SaveJob:
             random_states=True,
         ),
     )
+
+
+_GROUPS: dict = {}
+
+
+def checkpoint_group():
+    """Of this process's world, once."""
+    if dist.group.WORLD not in _GROUPS:
+        _GROUPS[dist.group.WORLD] = dist.new_group(backend="gloo")
+    return _GROUPS[dist.group.WORLD]
 
 
 def count_events(folder: str, at_moment) -> None:
@@ -162,7 +172,7 @@ def test_the_next_save_mends_what_a_crash_left(moment_from_end, tmp_path):
 def renamed_in_place(folder: str) -> None:
     """A save that writes where the checkpoint is."""
     folders.aside = lambda save_dir, tag: save_dir / tag
-    folders.commit = lambda save_dir, tag, save_latest: folders.write_latest(save_dir, tag)
+    folders.commit = lambda save_dir, tag: None
     save_twice(folder, "good", (1,), 12)
 
 
@@ -302,3 +312,41 @@ def test_large_parts_are_several_files(tmp_path):
     files = sorted(path.name for path in (tmp_path / "parts" / "tensors").glob("*.distcp"))
     assert files == [f"__{rank}_{number}_0.distcp" for rank in range(WORLD) for number in range(TENSORS // 2)]
     assert stored_value(tmp_path) == 5.0
+
+
+def save_over(folder: str, fault: str | None) -> str:
+    """With a fault that comes after the checkpoint is in its place."""
+    original = folders.write_latest
+    if fault == "latest":
+        folders.write_latest = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    try:
+        write_checkpoint(job(folder, "good", 2.0), checkpoint_group())
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        folders.write_latest = original
+    return "saved"
+
+
+def save_good(folder: str) -> None:
+    write_checkpoint(job(folder, "good", 1.0), checkpoint_group())
+
+
+def test_a_failure_after_the_commit_says_so(tmp_path):
+    run_on(WORLD, save_good, str(tmp_path))
+    for message in run_on(WORLD, save_over, str(tmp_path), "latest"):
+        assert "is saved, but 'latest' does not name it" in message and "No space left" in message
+    assert stored_value(tmp_path) == 2.0
+    assert run_on(WORLD, save_over, str(tmp_path), None) == ["saved"] * WORLD
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "notes.txt").write_text("mine")
+    for message in run_on(WORLD, save_over, str(tmp_path), None):
+        assert "is no checkpoint" in message and "another tag" in message
+    assert (tmp_path / "good" / "notes.txt").read_text() == "mine"
+    (tmp_path / "good" / "notes.txt").unlink()
+    assert run_on(WORLD, save_over, str(tmp_path), None) == ["saved"] * WORLD  # an empty one is
+    assert stored_value(tmp_path) == 2.0

@@ -89,20 +89,23 @@ def test_replicas_share_the_writing():
     assert all(pieces_to_read([tensor])[0].view.shape == shape for tensor in tensors)  # but each reads all
 
 
-@given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(1, 5000), st.integers(1, 9), st.integers(0, 20))
-def test_shares_are_disjoint_and_whole(start, size, row, count, turn):
-    shares = [share(start, start + size, row, index, count, turn) for index in range(count)]
+@given(st.integers(0, 10**7), st.integers(0, 10**7), st.lists(st.integers(1, 3000), max_size=3), st.integers(1, 9), st.integers(0, 20))
+def test_shares_are_disjoint_whole_and_alike(start, size, shape, count, turn):
+    shares = [share(shape, start, start + size, index, count, turn) for index in range(count)]
     kept = [(low, high) for low, high in shares if low < high]
     assert sum(high - low for low, high in kept) == size
     if kept:
         assert kept[0][0] == start and kept[-1][1] == start + size
         assert all(a[1] == b[0] for a, b in itertools.pairwise(kept))
-    if size < SPLIT_FROM:
+    if size < SPLIT_FROM * count:
         assert len(kept) <= 1
+    else:
+        sizes = [high - low for low, high in shares]
+        assert max(sizes) <= 1.3 * min(sizes)
 
 
 def test_small_tensors_take_turns():
-    owners = [next(index for index in range(4) if share(0, 8, 8, index, 4, turn)[1]) for turn in range(8)]
+    owners = [next(index for index in range(4) if share((1, 8), 0, 8, index, 4, turn)[1]) for turn in range(8)]
     assert owners == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
