@@ -2,7 +2,8 @@
 
 Tensors are written as they come, each at its place in its file: held at a time is what is converted together, or one expert
 of it. Everything is made below ``.export`` in the folder and moved out at the end, weights last and their index after them, so that
-an export that was interrupted leaves the folder as it was.
+an export that is interrupted before that leaves the folder as it was; one that is interrupted while it moves files leaves the others below
+``.export``.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ def export_folder(
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, staging / name)
         _write_weights(staging, source, plan)
-        _publish(staging, out, tuple(plan.files))
-    finally:
+    except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
+        raise
+    _publish(staging, out, tuple(plan.files))
+    shutil.rmtree(staging, ignore_errors=True)
     return ExportReport(out, tuple(plan.files), sum(map(len, plan.files.values())), plan.total_bytes)
 
 
