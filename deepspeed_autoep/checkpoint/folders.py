@@ -115,10 +115,10 @@ def sync_folder(folder: Path) -> None:
 
 def latest_tag(load_dir: Path, universal: bool = False) -> str | None:
     """What ``latest`` names, or None without such a file; with ``universal`` the one that DeepSpeed's conversion writes."""
-    try:
-        return (load_dir / (f"{LATEST}_universal" if universal else LATEST)).read_text().strip()
-    except FileNotFoundError:
-        return None
+    for name in (f"{LATEST}_universal", LATEST) if universal else (LATEST,):
+        if (load_dir / name).is_file():
+            return (load_dir / name).read_text().strip()
+    return None
 
 
 def find(load_dir: Path, tag: str) -> Path:
@@ -129,4 +129,5 @@ def find(load_dir: Path, tag: str) -> Path:
             return folder
     present = sorted(path.parent.name for path in load_dir.glob(f"*/{MANIFEST}"))
     unfinished = f"; a save of it did not end ({aside(load_dir, tag).name})" if aside(load_dir, tag).is_dir() else ""
-    raise CheckpointError(f"{load_dir / tag} does not exist{unfinished}: {load_dir} has the checkpoints {present or 'none'}")
+    has = f"has the checkpoints {present}" if present else "has no checkpoints"
+    raise CheckpointError(f"{load_dir / tag} does not exist{unfinished}: {load_dir} {has}")

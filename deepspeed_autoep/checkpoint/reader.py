@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from deepspeed_autoep.checkpoint import folders
 from deepspeed_autoep.checkpoint.metadata import (
+    MANIFEST,
     TENSORS,
     Manifest,
     damaged_files,
@@ -39,15 +40,21 @@ class StoredSlice:
 
 
 class CheckpointReader:
-    """``folder``: of one checkpoint, or a save folder, of which ``latest`` is read.
+    """``folder``: of one checkpoint, or a save folder, of which ``tag`` is read, or what ``latest`` names.
 
     Raises :class:`CheckpointError` that names the file: missing, damaged, or slices that do not make up a tensor. Checksums are
     compared by :meth:`verify`.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, tag: str | None = None) -> None:
         folder = Path(folder)
-        tag = folders.latest_tag(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: legal are a checkpoint's, and one of checkpoints")
+        if tag is None and not (folder / MANIFEST).exists():
+            tag = folders.latest_tag(folder)
+            present = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
+            if tag is None and present:
+                raise CheckpointError(f"{folder} has the checkpoints {present} and no file {folders.LATEST!r}: say which")
         self.folder = folder if tag is None else folders.find(folder, tag)
         self.manifest: Manifest = read_manifest(self.folder)
         faults = damaged_files(self.folder, self.manifest.files, self.manifest.files, checksums=False)

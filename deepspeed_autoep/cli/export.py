@@ -18,7 +18,7 @@ def export(options: argparse.Namespace) -> None:
     from deepspeed_autoep.cli.inspect import verify
     from deepspeed_autoep.weights.export import export_folder
 
-    reader = CheckpointReader(options.checkpoint)
+    reader = CheckpointReader(options.checkpoint, options.tag)
     if options.verify:
         verify(reader)
     source = ModelTensors(reader, DTYPES[options.dtype])
@@ -38,6 +38,11 @@ def meta_model(reader: CheckpointReader) -> torch.nn.Module:
     import transformers
 
     name = reader.manifest.model
+    if any(".lora_" in tensor or tensor.startswith("base_model.") for tensor in reader.manifest.tensors):
+        raise CheckpointError(
+            f"checkpoint {reader.folder} is of a model with PEFT adapters, which are not exported: load it into an engine, and write the adapter with "
+            "engine.module.save_pretrained(folder, state_dict=deepspeed_autoep.consolidated_state_dict(engine))"
+        )
     kind = getattr(transformers, name, None)
     if kind is None or not (reader.folder / "config.json").is_file():
         what = "config.json" if kind is not None else f"a model class {name!r} in transformers {transformers.__version__}"

@@ -16,7 +16,7 @@ from deepspeed_autoep.checkpoint.slices import show
 
 def inspect(options: argparse.Namespace) -> None:
     """Print what a checkpoint holds; damage is a :class:`CheckpointError`."""
-    reader = CheckpointReader(options.checkpoint)
+    reader = CheckpointReader(options.checkpoint, options.tag)
     if options.verify:
         verify(reader)
     document = describe(reader, options.match, options.slices, options.verify)
@@ -27,9 +27,9 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def verify(reader: CheckpointReader) -> None:
-    """With a progress bar."""
+    """With a progress bar on a terminal."""
     total = sum(entry.bytes for entry in reader.manifest.files.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", leave=False) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", leave=False, disable=None) as bar:
         for _, size in reader.verify():
             bar.update(size)
 

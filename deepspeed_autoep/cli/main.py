@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's folder, or a save folder, of which 'latest' is taken")
+    parser.add_argument("--tag", help="which checkpoint of a save folder")
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not read all files for their checksums")
 
 

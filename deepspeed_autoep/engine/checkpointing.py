@@ -7,8 +7,8 @@ masters, step counts, schedules, random states.
 
 from __future__ import annotations
 
-import io
 import logging
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from deepspeed_autoep.checkpoint.quantized import QUANTIZATION, saved_structure,
 from deepspeed_autoep.checkpoint.save import SaveJob, Saver
 from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
+from deepspeed_autoep.checkpoint.training_state import checked_client_state, saved_bytes
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.export_source import EngineTensors
 from deepspeed_autoep.engine.logical_tensors import foreign_tensors, logical_tensors
@@ -119,6 +120,7 @@ class CheckpointingEngine(FoldedConstruction):
         handles = self.autoep.handles
         self.autoep_saver.wait()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        _check_path("save_dir", save_dir)
         settings = {"save_checkpoint(save_dir=...)": str(save_dir), "save_checkpoint(tag=...)": tag}
         validate_folding_agreement(handles.spec, settings, handles.stage_group)
         self._warn_before_save()
@@ -153,8 +155,6 @@ class CheckpointingEngine(FoldedConstruction):
         without_states: bool,
     ) -> SaveJob:
         folders.check_tag(tag)
-        if not isinstance(client_state, dict | None):
-            raise CheckpointError(f"client_state is a {type(client_state).__name__}: legal are a dict and None")
         masters = master_state(self.optimizer)
         tensors = logical_tensors(self, masters) + foreign
         saved = [tensor for tensor in tensors if tensor.trained or tensor.is_buffer or not without_frozen]
@@ -199,14 +199,13 @@ class CheckpointingEngine(FoldedConstruction):
         )
 
     def _files(self, client_state: dict | None) -> dict[str, bytes]:
-        state: dict[str, Any] = {"client_state": client_state or {}, "lr_scheduler": None}
+        state: dict[str, Any] = {"client_state": checked_client_state(client_state), "lr_scheduler": None}
         if self.lr_scheduler is not None:
             state["lr_scheduler"] = joined_scheduler_state(self.lr_scheduler.state_dict(), self._origins(), self._autoep_groups, is_by_group)
+            state["lr_scheduler_type"], state["lr_scheduler_groups"] = type(self.lr_scheduler).__name__, self._autoep_groups
         for name, part in self._data_efficiency().items():
             state[name] = part.state_dict()
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        files = {TRAINING_STATE: buffer.getvalue()}
+        files = {TRAINING_STATE: saved_bytes(state)}
         if structure := structure_of(self.module):
             files[QUANTIZATION] = structure_bytes(structure)
         model = transformers_model(self.module)
@@ -227,6 +226,11 @@ class CheckpointingEngine(FoldedConstruction):
         if self.random_ltd_enabled() and self.random_ltd_scheduler is not None:
             found["random_ltd"] = self.random_ltd_scheduler
         return found
+
+    def wait_for_checkpoint(self) -> None:
+        """Until an asynchronous save has ended, on all ranks; raises its failure. Before a script ends, for one: ``destroy()`` does so too.
+        Collective over all ranks."""
+        self.autoep_saver.wait()
 
     # Exporting
 
@@ -286,7 +290,10 @@ class CheckpointingEngine(FoldedConstruction):
         self.autoep_saver.wait()
         if custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is not supported: the files hold slices of tensors. load_module_strict=False takes what both have")
+        _check_path("load_dir", load_dir)
         load_dir = Path(load_dir)
+        if tag is None and (load_dir / MANIFEST).is_file():  # the checkpoint's own folder
+            load_dir, tag = load_dir.absolute().parent, load_dir.absolute().name
         tag = self._collectively(lambda: folders.latest_tag(load_dir, self.load_universal_checkpoint())) if tag is None else str(tag)
         validate_folding_agreement(handles.spec, {"load_checkpoint(load_dir=...)": str(load_dir), "load_checkpoint(tag=...)": tag}, handles.stage_group)
         if tag is None:
@@ -298,7 +305,7 @@ class CheckpointingEngine(FoldedConstruction):
         opened, tensors = self._collectively(lambda: self._open(folders.find(load_dir, tag), with_optimizer, bool(load_module_strict), foreign))
         if opened.stock is None:
             verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, self.autoep_saver.group)
-        state = self._collectively(lambda: self._training_state(opened))
+        state = self._collectively(lambda: self._training_state(opened, load_lr_scheduler_states and not load_module_only))
 
         if opened.optimizer:
             self._collectively(lambda: prepare_states(opened.manifest, opened.masters, self.autoep_families))
@@ -328,9 +335,18 @@ class CheckpointingEngine(FoldedConstruction):
         self._collectively(lambda: read_stock(opened.stock, tensors))
         return {}
 
-    def _training_state(self, opened: _Opened) -> dict[str, Any]:
+    def _training_state(self, opened: _Opened, with_scheduler: bool) -> dict[str, Any]:
         if opened.stock is None:
-            return read_training_state(opened.folder)
+            state = read_training_state(opened.folder)
+            if with_scheduler and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+                saved = state["lr_scheduler_type"], state["lr_scheduler_groups"]
+                own = type(self.lr_scheduler).__name__, self._autoep_groups
+                if saved != own:
+                    raise CheckpointError(
+                        f"the checkpoint's scheduler is {saved[0]!r} over {saved[1]} parameter groups, the engine's {own[0]!r} over {own[1]}: "
+                        "load_lr_scheduler_states=False leaves the engine's as it is"
+                    )
+            return state
         reader, origins = opened.stock.reader, opened.stock.scheduler_origins
         scheduler = reader.lr_scheduler
         if scheduler is not None and origins is not None:
@@ -403,6 +419,11 @@ class CheckpointingEngine(FoldedConstruction):
         for name, part in self._data_efficiency().items():
             if name in state:
                 part.load_state_dict(state[name])
+
+
+def _check_path(key: str, value) -> None:
+    if not value or not isinstance(value, str | os.PathLike):
+        raise CheckpointError(f"{key}={value!r}: legal are paths")
 
 
 def _version(package: str) -> str:

@@ -58,7 +58,7 @@ def describe_optimizer(masters: MasterState, families: dict[torch.Tensor, Parame
 
 def check_optimizer_entry(entry: OptimizerEntry, masters: MasterState, families: dict[torch.Tensor, ParameterInfo], groups: int) -> None:
     """Raise :class:`CheckpointError` where the engine's optimizer cannot go on from what is saved. Local; nothing is changed."""
-    remedy = "load_optimizer_states=False loads the weights only"
+    remedy = "load_optimizer_states=False leaves the optimizer as it is, load_module_only=True loads weights and nothing else"
     if entry.type != type(masters.base).__name__:
         raise CheckpointError(f"the checkpoint's optimizer is {entry.type!r}, the engine's {type(masters.base).__name__!r}: {remedy}")
     if len(entry.groups) != groups:
@@ -68,10 +68,13 @@ def check_optimizer_entry(entry: OptimizerEntry, masters: MasterState, families:
     for name in (*own, *saved):
         if saved.get(name) != own.get(name):
             raise CheckpointError(
-                f"parameter {name!r} is in group {saved.get(name, 'none')} of the checkpoint's optimizer and in group {own.get(name, 'none')} "
-                f"of the engine's: {remedy}"
+                f"parameter {name!r} is {_place(saved.get(name))} of the checkpoint's optimizer and {_place(own.get(name))} of the engine's: {remedy}"
             )
     _check_shared_states(entry, masters, families)
+
+
+def _place(group: int | None) -> str:
+    return "in no group" if group is None else f"in group {group}"
 
 
 def _check_shared_states(entry: OptimizerEntry, masters: MasterState, families: dict[torch.Tensor, ParameterInfo]) -> None:

@@ -116,10 +116,12 @@ def _check_folder(out: Path, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={str(out)!r} is a file: legal is a folder, which need not exist")
     if (out / _STAGING).exists() and not overwrite:
-        raise ConfigError(f"{out / _STAGING} exists: an export to out={str(out)!r} is under way or was interrupted. Wait, or set overwrite=True")
+        raise ConfigError(f"{out / _STAGING} exists: an export to out={str(out)!r} is under way or was interrupted. Wait, or overwrite it (overwrite=True, --overwrite)")
+    if (out / "checkpoint.json").exists():
+        raise ConfigError(f"out={str(out)!r} is a checkpoint, whose config.json would be replaced: take another folder")
     held, replaced = _matching(out, _WEIGHTS), _matching(out, _REPLACED)
     if held and not overwrite:
-        raise ConfigError(f"out={str(out)!r} holds weights already, {held[0].name!r} among them: take another folder, or set overwrite=True")
+        raise ConfigError(f"out={str(out)!r} holds weights already, {held[0].name!r} among them: take another folder, or overwrite them (overwrite=True, --overwrite)")
     foreign = [path.name for path in held if path not in replaced]
     if foreign:
         raise ConfigError(

@@ -80,8 +80,8 @@ def export(report: Report, checkpoint: Path, folder: Path, shard: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size; the experts' is twice that")
+    parser.add_argument("--rounds", type=int, default=3, help="saves and loads of each way")
     parser.add_argument("--shard", type=int, default=50, help="MB of an exported file")
     parser.add_argument("--beside", default="5.17.0", metavar="VERSION", help="transformers of stock")
     parser.add_argument("--stock-pythonpath", metavar="PATH", help="folder that holds it, instead of one filled under build/")

@@ -102,7 +102,9 @@ def two_engines(case: Case, folder: str) -> list[str]:
         first.save_checkpoint(folder, tag="first", asynchronous=True)
         second.save_checkpoint(folder, tag="second")
         second.load_checkpoint(folder, tag="second")
-        first.save_checkpoint(folder, tag="third")
+        first.save_checkpoint(folder, tag="third", asynchronous=True)
+        first.wait_for_checkpoint()
+        assert (Path(folder) / "third" / "checkpoint.json").exists()
     finally:
         save._write_tensors = original
     first.destroy()

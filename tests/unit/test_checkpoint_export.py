@@ -138,6 +138,18 @@ def test_commands_name_damage(command, name, exported, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_by_its_tag(exported, capsys, tmp_path):
+    import shutil
+
+    assert main(["inspect", str(exported / "saved"), "--tag", "global_step1", "--no-verify"]) == 0
+    assert "global_step1: Mixtral" in capsys.readouterr().out
+    shutil.copytree(exported / "saved" / "global_step1", tmp_path / "a")
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "['a']" in capsys.readouterr().err
+    assert main(["inspect", __file__]) == 1
+    assert "is no folder" in capsys.readouterr().err
+
+
 def test_commands_name_what_is_not_there(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     assert "checkpoint.json is missing" in capsys.readouterr().err
@@ -162,6 +174,8 @@ def refused_exports(case: Case, folder: str) -> list[str]:
     engine = build_engine(case)
     (Path(folder) / "full").mkdir(exist_ok=True)
     (Path(folder) / "full" / "model.safetensors").write_bytes(b"x")
+    (Path(folder) / "checkpoint").mkdir(exist_ok=True)
+    (Path(folder) / "checkpoint" / "checkpoint.json").write_bytes(b"{}")
     dist.barrier()
     messages = []
     for out, options in (
@@ -170,6 +184,7 @@ def refused_exports(case: Case, folder: str) -> list[str]:
         ("a", {"max_shard_bytes": 0}),
         ("a", {"tokenizer": "nowhere"}),
         ("full", {}),
+        ("checkpoint", {"overwrite": True}),
     ):
         try:
             engine.save_16bit_model(f"{folder}/{out}", **options)
@@ -181,7 +196,7 @@ def refused_exports(case: Case, folder: str) -> list[str]:
 
 
 def test_exports_that_are_refused_on_every_rank(tmp_path):
-    words = ["save_filename", "exclude_frozen_parameters", "max_shard_bytes", "nowhere", "full"]
+    words = ["save_filename", "exclude_frozen_parameters", "max_shard_bytes", "nowhere", "full", "is a checkpoint"]
     for messages in run_on(2, refused_exports, SMALL, str(tmp_path)):
         assert all(word in message for word, message in zip(words, messages, strict=True)), messages
     assert not (tmp_path / "a").exists()

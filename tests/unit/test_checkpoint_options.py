@@ -211,6 +211,11 @@ def test_an_engine_without_an_optimizer(good, tmp_path):
     assert result[0].endswith(TAG) and any("no optimizer states" in record for record in records)
 
 
+def test_the_checkpoints_own_folder(good):
+    result, *_ = run_on(2, loads_with, SMALL, str(good / TAG), {})[0]
+    assert result[0] == str(good / TAG)
+
+
 def test_nothing_to_load(tmp_path):
     result, records, *_ = run_on(2, loads_with, SMALL, str(tmp_path), {})[0]
     assert result == (None, None) and any("latest" in record for record in records)
@@ -269,9 +274,11 @@ def refused_saves(case: Case, folder: str) -> list[str]:
         {"tag": "latest"},
         {"tag": f"rank{rank}"},
         {"client_state": [1]} if rank == 0 else {},
+        {"client_state": {"epoch": 3, "metric": lambda: 0}},
+        {"save_dir": None},
     ):
         try:
-            engine.save_checkpoint(folder, **options)
+            engine.save_checkpoint(**{"save_dir": folder, **options})
             messages.append("saved")
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
@@ -283,6 +290,8 @@ def test_saves_that_are_refused_on_every_rank(tmp_path):
     for messages in run_on(2, refused_saves, SMALL, str(tmp_path)):
         assert all("legal" in message for message in (*messages[:3], messages[4])), messages
         assert "rank0" in messages[3] and "rank1" in messages[3]
+        assert "client_state['metric']" in messages[5] and "function" in messages[5]
+        assert "save_dir=None" in messages[6]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -50,6 +50,30 @@ def test_schedules_go_on_without_optimizer_states(excluded, tmp_path):
     assert states == 0 if excluded else states > 0
 
 
+def other_schedule(case: Case, folder: str, options: dict) -> str:
+    import deepspeed_autoep
+    from deepspeed_autoep.errors import CheckpointError
+
+    model = make_model(case.family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    engine, *_ = deepspeed_autoep.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config(case))
+    try:
+        engine.load_checkpoint(folder, **options)
+        return f"loaded {engine.lr_scheduler.last_epoch}"
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def test_another_schedule_is_refused(tmp_path):
+    run_on(2, scheduled_anew, SMALL, str(tmp_path), False, {})
+    for message in run_on(2, other_schedule, SMALL, str(tmp_path), {}):
+        assert "'CosineAnnealingLR'" in message and "'StepLR'" in message and "load_lr_scheduler_states=False" in message
+    assert run_on(2, other_schedule, SMALL, str(tmp_path), {"load_lr_scheduler_states": False}) == ["loaded 0"] * 2
+
+
 def accumulating(case: Case, folder: str, load: bool, accumulation: int):
     """Three steps before the save, so that no multiple of the other accumulation; two after it."""
     import deepspeed_autoep
