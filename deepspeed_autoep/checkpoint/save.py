@@ -35,7 +35,7 @@ logger = logging.getLogger("deepspeed_autoep")
 
 # A rank waits so long for the slowest one to write.
 _TIMEOUT = timedelta(hours=4)
-_FILE_BYTES = 1 << 28
+_FILE_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,15 @@ class MasterState:
     def _is_elementwise(self, name: str, value, parameter: torch.Tensor) -> bool:
         return isinstance(value, torch.Tensor) and name != STEP and value.shape == self.owners[parameter].shape
 
+    def forget(self, kept: dict[torch.Tensor, set[str]]) -> None:
+        """Drop all states but those ``kept`` by owner, which are read into where they are."""
+        for owner in list(self.base.state):
+            state, names = self.base.state[owner], kept.get(owner, set())
+            for name in [name for name in state if name not in names]:
+                del state[name]
+            if not state:
+                del self.base.state[owner]
+
     def prepare(self, parameter: torch.Tensor, dtypes: dict[str, torch.dtype | None]) -> None:
         """Make states that the optimizer has not made yet, as zeros, to be read into. None: the master's dtype."""
         owner = self.owners[parameter]

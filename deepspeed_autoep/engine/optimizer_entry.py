@@ -90,9 +90,12 @@ def _check_shared_states(entry: OptimizerEntry, masters: MasterState, families: 
 
 
 def prepare_states(manifest: Manifest, masters: MasterState, families: dict[torch.Tensor, ParameterInfo]) -> None:
-    """Forget the optimizer's states, and make those that the checkpoint has, to be read into: in the dtype of the engine's masters where the
-    saved one was that of its, else as saved."""
-    masters.base.state.clear()
+    """Forget the optimizer's states but those that the checkpoint has, and make what of these is missing, to be read into: in the dtype of
+    the engine's masters where the saved one was that of its, else as saved."""
+    kept: dict[torch.Tensor, set[str]] = {}
+    for parameter, info in families.items():
+        kept.setdefault(masters.owners[parameter], set()).update(manifest.optimizer.states[info.name])
+    masters.forget(kept)
     for parameter, info in families.items():
         saved = manifest.tensors[info.name].dtype if info.name in manifest.tensors else None
         states = manifest.optimizer.states[info.name].items()

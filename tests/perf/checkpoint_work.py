@@ -69,7 +69,7 @@ def save_beside(folder: str, steps: int) -> dict[str, list[float]]:
         start = time.perf_counter()
         _variant.step()
         times.append(time.perf_counter() - start)
-    _variant.engine.autoep_saver.wait(_variant.engine.autoep.handles.stage_group)
+    _variant.engine.wait_for_checkpoint()
     return {"blocked": blocked["own_seconds"], "peak": blocked["peak"], "steps": times}
 
 

@@ -304,7 +304,7 @@ def save_in_portions(folder: str) -> None:
     try:
         write_checkpoint(job(folder, "parts", 5.0), checkpoint_group())
     finally:
-        save._FILE_BYTES = 1 << 28
+        save._FILE_BYTES = 1 << 27
 
 
 def test_large_parts_are_several_files(tmp_path):
