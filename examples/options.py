@@ -58,6 +58,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--seed", type=_natural, default=0)
     add("--output", default="runs", help="folder of the runs")
     add("--name", help="this run's folder in it; default: the time")
+    add("--checkpoints", help="folder to save the training state in, asynchronously; where it holds one, the run goes on from it, on any number of ranks")
+    add("--checkpoint_every", type=_positive, default=100, help="steps between two checkpoints; the last step has one, too")
     add("--prompt", help="text that generation starts from; default: the first bytes of the validation part")
     add("--generate", type=_positive, default=96, help="bytes a generated text")
     arguments = parser.parse_args()

@@ -108,11 +108,25 @@ def build_engine(config: PreTrainedConfig, arguments):
     return engine
 
 
-def train(engine, data: Data, steps: int, arguments, metrics: Metrics | None) -> None:
-    """The training loop. ``metrics`` is rank 0's."""
+def resume(engine, folder: str | None, steps: int) -> int:
+    """Load the last checkpoint of ``folder``, if there is one. Returns the number of steps that were taken before."""
+    if folder is None or not (Path(folder) / "latest").exists():
+        return 0
+    try:
+        _, client_state = engine.load_checkpoint(folder)
+    except AutoEPError as error:
+        fail(str(error))
+    # Batches follow from the step, so this is the position in the data, too.
+    if client_state["step"] >= steps:
+        fail(f"--checkpoints {folder} is at step {client_state['step']} already: give more --steps")
+    return client_state["step"]
+
+
+def train(engine, data: Data, before: int, steps: int, arguments, metrics: Metrics | None) -> None:
+    """The training loop, after ``before`` steps. ``metrics`` is rank 0's."""
     windows = data.my_validation(arguments.eval_windows)
     interval = 0.2 if sys.stderr.isatty() else 10.0
-    bar = tqdm(range(1, steps + 1), disable=metrics is None, mininterval=interval, desc="training", dynamic_ncols=True)
+    bar = tqdm(range(before + 1, steps + 1), disable=metrics is None, mininterval=interval, desc="training", dynamic_ncols=True)
     for step in bar:
         start = time.perf_counter()
         rate = engine.get_lr()[0]
@@ -133,6 +147,9 @@ def train(engine, data: Data, steps: int, arguments, metrics: Metrics | None) ->
             loss = mean_over_ranks(validation_loss(engine, windows, engine.device))
             if metrics is not None:
                 metrics.add_validation(step, loss)
+        if arguments.checkpoints and (step % arguments.checkpoint_every == 0 or step == steps):
+            engine.save_checkpoint(arguments.checkpoints, client_state={"step": step}, asynchronous=True)
+    engine.wait_for_checkpoint()
 
 
 def run_distributed(config: PreTrainedConfig, corpus: Corpus, steps: int, arguments) -> tuple[Outcome, Path] | None:
@@ -148,18 +165,21 @@ def run_distributed(config: PreTrainedConfig, corpus: Corpus, steps: int, argume
         dp_size=spec.dp_size,
         dp_index=dist.get_rank() // spec.tp_size,
     )
+    before = resume(engine, arguments.checkpoints, steps)
     folder = metrics = None
     if RANK == 0:
         folder = Path(arguments.output) / (arguments.name or datetime.now().strftime("%Y-%m-%d-%H%M%S"))
         folder.mkdir(parents=True)
         metrics = Metrics(folder)
-    train(engine, data, steps, arguments, metrics)
+    train(engine, data, before, steps, arguments, metrics)
 
     state = deepspeed_autoep.consolidated_state_dict(engine)
     outcome = None
     if RANK == 0:
         engine.module.save_pretrained(folder / "model", state_dict=state)
         try:
+            if before:
+                raise NotComparable(f"the run went on from step {before}")
             recipe = OptimizerRecipe.of(engine.basic_optimizer)
         except NotComparable as reason:
             recipe = reason
