@@ -41,9 +41,10 @@ def verify_files(folder: Path, manifest: Manifest, verification: Verification, g
     # Large ones first, so that ranks read about as much.
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))[rank::world]
     faults: list = [None] * world
-    mine = damaged_files(folder, manifest.files, names, checksums=verification == "full")
-    if verification != "full":  # the index and Python objects in any case: they are unpickled
-        mine += damaged_files(folder, manifest.files, [name for name in names if not name.endswith(".distcp")])
+    slices = [name for name in names if name.endswith(".distcp")]
+    mine = damaged_files(folder, manifest.files, slices, checksums=verification == "full")
+    # The index and Python objects in any case: they are unpickled.
+    mine += damaged_files(folder, manifest.files, [name for name in names if name not in slices])
     if rank == 0:
         mine += surplus_files(folder, manifest.files)
     dist.all_gather_object(faults, mine, group=group)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,6 @@ from deepspeed_autoep.checkpoint import folders
 from deepspeed_autoep.checkpoint.metadata import Manifest, damaged_files, raise_damaged, read_manifest
 
 QUANTIZATION = "quantization.pt"
-
-
-def structure_bytes(structure: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(dict(structure), buffer)
-    return buffer.getvalue()
 
 
 def saved_structure(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -10,11 +10,20 @@ import torch
 from deepspeed_autoep.errors import CheckpointError
 
 
-def checked_client_state(client_state: Any) -> dict:
-    """``client_state`` as a dict. Raises :class:`CheckpointError` that names the key whose value cannot be pickled."""
+def training_state_bytes(client_state: Any, others: dict[str, Any]) -> bytes:
+    """The file: ``client_state`` beside ``others``. Raises :class:`CheckpointError` that names the key of a client state that cannot be pickled."""
     if not isinstance(client_state, dict | None):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}: legal are a dict and None")
-    for key, value in (client_state or {}).items():
+    client_state = dict(client_state or {})
+    try:
+        return saved_bytes({"client_state": client_state, **others})
+    except Exception:
+        _raise_unpicklable(client_state)
+        raise
+
+
+def _raise_unpicklable(client_state: dict) -> None:
+    for key, value in client_state.items():
         try:
             saved_bytes(value)
         except Exception as error:
@@ -22,7 +31,6 @@ def checked_client_state(client_state: Any) -> dict:
                 f"client_state[{key!r}] is a {type(value).__name__} that cannot be pickled ({type(error).__name__}: {error}): legal are objects of "
                 "classes and functions that a module has"
             ) from None
-    return dict(client_state or {})
 
 
 def saved_bytes(value: Any) -> bytes:

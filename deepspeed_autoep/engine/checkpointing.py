@@ -30,11 +30,11 @@ from deepspeed_autoep.checkpoint.metadata import (
     dtype_name,
     read_manifest,
 )
-from deepspeed_autoep.checkpoint.quantized import QUANTIZATION, saved_structure, structure_bytes
+from deepspeed_autoep.checkpoint.quantized import QUANTIZATION, saved_structure
 from deepspeed_autoep.checkpoint.save import SaveJob, Saver
 from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
-from deepspeed_autoep.checkpoint.training_state import checked_client_state, saved_bytes
+from deepspeed_autoep.checkpoint.training_state import saved_bytes, training_state_bytes
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.export_source import EngineTensors
 from deepspeed_autoep.engine.logical_tensors import foreign_tensors, logical_tensors
@@ -199,15 +199,15 @@ class CheckpointingEngine(FoldedConstruction):
         )
 
     def _files(self, client_state: dict | None) -> dict[str, bytes]:
-        state: dict[str, Any] = {"client_state": checked_client_state(client_state), "lr_scheduler": None}
+        state: dict[str, Any] = {"lr_scheduler": None}
         if self.lr_scheduler is not None:
             state["lr_scheduler"] = joined_scheduler_state(self.lr_scheduler.state_dict(), self._origins(), self._autoep_groups, is_by_group)
             state["lr_scheduler_type"], state["lr_scheduler_groups"] = type(self.lr_scheduler).__name__, self._autoep_groups
         for name, part in self._data_efficiency().items():
             state[name] = part.state_dict()
-        files = {TRAINING_STATE: saved_bytes(state)}
+        files = {TRAINING_STATE: training_state_bytes(client_state, state)}
         if structure := structure_of(self.module):
-            files[QUANTIZATION] = structure_bytes(structure)
+            files[QUANTIZATION] = saved_bytes(structure)
         model = transformers_model(self.module)
         for name, attribute in (("config.json", "config"), ("generation_config.json", "generation_config")):
             config = getattr(model, attribute, None)

@@ -20,6 +20,15 @@ def run_steps(engine, case: Case, first: int, last: int) -> list[tuple[float, fl
     return curve
 
 
+def save_or_load(engine, case: Case, folder: str, load: bool, steps: int = SAVED_AFTER) -> None:
+    """Load what is in ``folder``; or run the case's first ``steps`` and save there."""
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        run_steps(engine, case, 0, steps)
+        engine.save_checkpoint(folder)
+
+
 def train_and_save(case: Case, folder: str, to_the_end: bool = False, save_options: dict | None = None) -> list[tuple[float, float]]:
     engine = build_engine(case)
     curve = run_steps(engine, case, 0, SAVED_AFTER)

@@ -9,7 +9,7 @@ from deepspeed_autoep.checkpoint.metadata import read_manifest
 from tests.unit.lora import EXPERTS, Lora, make_lora_model
 from tests.unit.models import make_model
 from tests.unit.pool import run_on
-from tests.unit.runs import STEPS, run_steps
+from tests.unit.runs import STEPS, run_steps, save_or_load
 from tests.unit.training import Case, build_engine, relative
 
 CASE = Case("mixtral", 4, 2, 2, 1, steps=STEPS, samples=8)
@@ -100,11 +100,7 @@ def lora_round(case: Case, lora: Lora, folder: str, load: bool):
             for parameter in model.parameters():
                 parameter.fill_(0.25)
     engine = build_engine(case, model)
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        run_steps(engine, case, 0, 2)
-        engine.save_checkpoint(folder)
+    save_or_load(engine, case, folder, load)
     state = deepspeed_autoep.consolidated_state_dict(engine)
     curve = run_steps(engine, case, 2, 4)
     engine.destroy()
@@ -144,11 +140,7 @@ def round_of(case: Case, folder: str, load: bool, on_meta: bool, mixed: bool):
                 module.float()
                 module.register_forward_pre_hook(lambda gate, inputs: (inputs[0].float(), *inputs[1:]))
     engine = build_engine(case, model)
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        run_steps(engine, case, 0, 2)
-        engine.save_checkpoint(folder)
+    save_or_load(engine, case, folder, load)
     state = deepspeed_autoep.consolidated_state_dict(engine)
     curve = run_steps(engine, case, 2, 4)
     engine.destroy()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.unit.models import make_batches, make_model
 from tests.unit.pool import run_on
-from tests.unit.runs import SAVED_AFTER, STEPS, run_steps
+from tests.unit.runs import SAVED_AFTER, STEPS, run_steps, save_or_load
 from tests.unit.training import Case, build_engine, ds_config, my_share, relative
 
 CASE = Case("mixtral", 4, 2, 2, 1, steps=STEPS, samples=8)
@@ -127,13 +127,8 @@ def schedule_and_groups(case: Case, folder: str, load: bool):
         milestones=[3],
     )
     engine, *_ = deepspeed_autoep.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=ds_config(case))
-    first = SAVED_AFTER
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        run_steps(engine, case, 0, first)
-        engine.save_checkpoint(folder)
-    curve = run_steps(engine, case, first, STEPS)
+    save_or_load(engine, case, folder, load)
+    curve = run_steps(engine, case, SAVED_AFTER, STEPS)
     rates = sorted({(group["autoep_origin"], group["lr"], group["weight_decay"]) for group in engine.basic_optimizer.param_groups})
     engine.destroy()
     return curve, rates
@@ -154,11 +149,7 @@ def dropped(case: Case, folder: str, load: bool):
     torch.manual_seed(100 + dist.get_rank() // case.tp + (50 if load else 0))
     random.seed(load)
     numpy.random.seed(int(load))
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        run_steps(engine, case, 0, SAVED_AFTER)
-        engine.save_checkpoint(folder)
+    save_or_load(engine, case, folder, load)
     curve = run_steps(engine, case, SAVED_AFTER, STEPS)
     engine.destroy()
     return curve, random.random(), numpy.random.rand()
@@ -204,11 +195,7 @@ def configured(case: Case, folder: str, load: bool, torch_adam: bool):
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}}
     config = ds_config(case) | {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": torch_adam}}, "scheduler": scheduler}
     engine, *_ = deepspeed_autoep.initialize(model=make_model(case.family, seed=5 if load else 0), config=config)
-    if load:
-        engine.load_checkpoint(folder)
-    else:
-        run_steps(engine, case, 0, SAVED_AFTER)
-        engine.save_checkpoint(folder)
+    save_or_load(engine, case, folder, load)
     curve = run_steps(engine, case, SAVED_AFTER, STEPS)
     kind, rate = type(engine.basic_optimizer).__name__, engine.get_lr()[0]
     engine.destroy()
