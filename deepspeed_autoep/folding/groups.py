@@ -1,7 +1,8 @@
 """Process groups of a topology: the only place that creates them.
 
-Every rank creates every group in the order of the tables, so creation is collective over the world. Handles are
-cached by the whole spec and the identity of the default process group, never by a size alone.
+Every rank creates every group in the order of the tables, so creation is collective over the world. Groups are kept by
+their ranks and the identity of the default process group, never by a size alone: the topologies that one process trains
+under share the groups that they have in common, each of which has a communicator or threads of its own.
 """
 
 from __future__ import annotations
@@ -74,18 +75,20 @@ class FoldingGroupHandles:
         return {"dense_dp": self.dense_dp_group, "edp": self.edp_group, "expert_shared": self.expert_shared_group}[kind]
 
 
-# The default group itself is in the key: holding it keeps its identity from being reused after a re-init.
+# The default group itself is in the keys: holding it keeps its identity from being reused after a re-init.
 _HANDLES: dict[tuple[ParallelFoldingSpec, object], FoldingGroupHandles] = {}
+_GROUPS: dict[tuple[tuple[int, ...], object], object] = {}  # the same keys on every rank
 
 
-def _create_own(groups: RankGroups, rank: int, made: dict[tuple[int, ...], object]):
-    """Create every group of one kind; return the one that holds ``rank``. Equal rank lists share one group."""
+def _create_own(groups: RankGroups, rank: int):
+    """Create every group of one kind that is not there yet; return the one that holds ``rank``."""
     own = None
     for ranks in groups:
-        if ranks not in made:
-            made[ranks] = dist.new_group(list(ranks))
+        key = (ranks, dist.group.WORLD)
+        if key not in _GROUPS:
+            _GROUPS[key] = dist.new_group(list(ranks))
         if rank in ranks:
-            own = made[ranks]
+            own = _GROUPS[key]
     return own
 
 
@@ -103,7 +106,6 @@ def create_folding_groups(spec: ParallelFoldingSpec) -> FoldingGroupHandles:
 
 
 def _new_handles(spec: ParallelFoldingSpec, tables: FoldingGroupTables, rank: int) -> FoldingGroupHandles:
-    made: dict[tuple[int, ...], object] = {}
     ranks = folding_ranks_of(rank, spec)
     stages = tuple(
         tuple(range(start, start + spec.stage_size)) for start in range(0, spec.world_size, spec.stage_size)
@@ -112,7 +114,7 @@ def _new_handles(spec: ParallelFoldingSpec, tables: FoldingGroupTables, rank: in
     kinds = {"stage": stages} | {
         name: getattr(tables, f"{name}_groups") for name in ("tp", "dense_dp", "ep", "edp", "etp", "expert_shared")
     }
-    groups = {name: _create_own(rank_groups, rank, made) for name, rank_groups in kinds.items()}
+    groups = {name: _create_own(rank_groups, rank) for name, rank_groups in kinds.items()}
     return FoldingGroupHandles(
         spec=spec,
         ep_group_name=f"ep_size_{spec.ep_size}",

@@ -40,15 +40,18 @@ def test_groups_are_those_of_the_tables(sizes):
         assert said["tp"][tp_rank] == rank and said["ep"][ep_rank] == rank
 
 
-def cached():
-    """tp 1 / ep 2 and tp 2 / ep 2 have the same EP size and different groups: neither may get the other's."""
+def kept():
+    """tp 1 / ep 2 and tp 2 / ep 2 / etp 2 have the same EP size and different groups: neither may get the other's. tp 2 / ep 1 has
+    the pairs of the first, as TP groups."""
     first, second = create_folding_groups(spec_of(4, 1, 2)), create_folding_groups(spec_of(4, 2, 2, 2))
+    own = dist.get_process_group_ranks(second.ep_group) == list(second.ep_ranks)
+    third = create_folding_groups(spec_of(4, 2, 1))
     again = create_folding_groups(spec_of(4, 1, 2))
-    return again is first, first.ep_ranks != second.ep_ranks, dist.get_process_group_ranks(second.ep_group) == list(second.ep_ranks)
+    return again is first, first.ep_ranks != second.ep_ranks, own, third.tp_group is first.ep_group
 
 
-def test_cache_is_by_the_whole_spec():
-    assert run_on(4, cached) == [(True, True, True)] * 4
+def test_groups_are_kept_by_their_ranks():
+    assert run_on(4, kept) == [(True, True, True, True)] * 4
 
 
 def wrong_world():
