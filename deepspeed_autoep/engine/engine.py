@@ -225,8 +225,10 @@ class AutoEPEngine(CheckpointingEngine):
         try:
             self.autoep_saver.close()
         finally:
-            super().destroy()
-            self.autoep.binding.restore()
+            try:
+                super().destroy()
+            finally:
+                self.autoep.binding.restore()
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:
