@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -11,5 +12,7 @@ from tests.unit.pool import close_pools
 
 @pytest.fixture(scope="session", autouse=True)
 def _pools():
+    gc.freeze()  # what was imported for the tests, which each collection would look through
     yield
     close_pools()
+    gc.unfreeze()

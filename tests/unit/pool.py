@@ -1,21 +1,22 @@
 """A pool of Gloo workers that lives as long as the test session: each test is a function sent to it.
 
-Workers are forked from a server that has imported torch, DeepSpeed and transformers once. A worker that fails or runs
+Workers are forked from a server that has imported everything once (:mod:`tests.unit.preload`). A worker that fails or runs
 out of time ends its pool (its peers may be in a collective); the next test gets a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
 
-PRELOAD = ["torch", "deepspeed", "transformers", "deepspeed_autoep.engine.initialize", "tests.unit.models"]
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -53,10 +54,21 @@ def _serve(rank: int, world: int, port: int, pipe) -> None:
         except EOFError:  # the session ended without closing its pools
             return
         try:
-            pipe.send(("ok", function(*arguments)))
+            value = function(*arguments)
+            _check_left_behind(function)
+            pipe.send(("ok", value))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
+        value = None
         gc.collect()
+
+
+def _check_left_behind(function: Callable) -> None:
+    """DeepSpeed's registry of groups is of the process: what a test leaves in it, the next one's engine takes."""
+    from deepspeed.utils import groups
+
+    if groups.mpu is not None:
+        raise RuntimeError(f"{function.__module__}.{function.__qualname__} left its engine's groups in DeepSpeed's registry")
 
 
 def _free_port() -> int:
@@ -70,7 +82,7 @@ class WorkerPool:
 
     def __init__(self, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload(["tests.unit.preload"])
         self.world = world
         port = _free_port()
         self.pipes, self.processes = [], []
@@ -86,9 +98,18 @@ class WorkerPool:
 
     def run(self, function: Callable, *arguments, timeout: float = DEFAULT_TIMEOUT) -> list:
         """``function(*arguments)`` on every rank; the results by rank. Raises :class:`WorkerError`."""
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        return self._collect(timeout)
+        results = self._collect(timeout)
+        self._signal(signal.SIGSTOP)
+        return results
+
+    def _signal(self, number: int) -> None:
+        """A pool that waits for its next test is stopped: the threads of its groups poll, hundreds of times a second each."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):  # killed from outside; its pipe will say so
+                os.kill(process.pid, number)
 
     def _collect(self, timeout: float) -> list:
         results: list = [None] * self.world

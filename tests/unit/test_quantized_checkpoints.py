@@ -17,7 +17,7 @@ from tests.unit.models import make_model
 from tests.unit.pool import run_on
 from tests.unit.quantized import EXPERTS_ONLY, make_quantized
 from tests.unit.runs import run_steps
-from tests.unit.training import Case, build_engine, relative
+from tests.unit.training import Case, build_engine, engine_of, relative
 
 TRAINED = ["FP8_DEFAULT_CFG", "INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG", "INT4_BLOCKS_OF_8", "INT8_DEFAULT_CFG and smoothed experts"]
 # Model-Optimizer 0.47 has a CPU forward for every one of them but this.
@@ -49,14 +49,12 @@ def save(case: Case, name: str, folder: str, left_alone: tuple = EXPERTS_ONLY):
     """After a step, where the configuration has a forward: the whole state."""
     import deepspeed_autoep
 
-    engine = build_engine(case, make(case, name, left_alone))
-    if name in TRAINED:
-        run_steps(engine, case, 0, 1)
-    engine.save_checkpoint(folder, tag="t")
-    state = deepspeed_autoep.consolidated_state_dict(engine)
-    curve = run_steps(engine, case, 1, 3) if name in TRAINED else []
-    engine.destroy()
-    return state, curve
+    with engine_of(case, make(case, name, left_alone)) as engine:
+        if name in TRAINED:
+            run_steps(engine, case, 0, 1)
+        engine.save_checkpoint(folder, tag="t")
+        state = deepspeed_autoep.consolidated_state_dict(engine)
+        return state, run_steps(engine, case, 1, 3) if name in TRAINED else []
 
 
 def load(case: Case, name: str, folder: str):
@@ -64,12 +62,10 @@ def load(case: Case, name: str, folder: str):
     import deepspeed_autoep
 
     model = restore_structure(make_model(case.family, seed=5), checkpoint_structure(folder))
-    engine = build_engine(case, model)
-    engine.load_checkpoint(folder)
-    state = deepspeed_autoep.consolidated_state_dict(engine)
-    curve = run_steps(engine, case, 1, 3) if name in TRAINED else []
-    engine.destroy()
-    return state, curve
+    with engine_of(case, model) as engine:
+        engine.load_checkpoint(folder)
+        state = deepspeed_autoep.consolidated_state_dict(engine)
+        return state, run_steps(engine, case, 1, 3) if name in TRAINED else []
 
 
 def check_round(before: Case, after: Case, name: str, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,16 @@ def build_engine(case: Case, model=None):
     stepper = kind([p for p in model.parameters() if p.requires_grad], **options)
     engine, *_ = deepspeed_autoep.initialize(model=model, optimizer=stepper, config=ds_config(case))
     return engine
+
+
+@contextlib.contextmanager
+def engine_of(case: Case, model=None):
+    """The engine of a case, which is destroyed also where the test expects an error."""
+    engine = build_engine(case, model)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
 
 
 def my_share(batch: torch.Tensor, case: Case) -> torch.Tensor:
