@@ -1,6 +1,8 @@
 """The dispatch against the model's own experts in one process, in fp64: outputs, and gradients of everything."""
 
+import functools
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -54,17 +56,31 @@ def error(value: torch.Tensor, right: torch.Tensor) -> float:
     return (value - right).abs().max().item() if right.numel() else 0.0
 
 
+@dataclass(frozen=True)
+class Right:
+    """What one process has for the tokens of one data rank: output, and gradients of inputs and of whole expert tensors."""
+
+    output: torch.Tensor
+    hidden: torch.Tensor
+    weights: torch.Tensor
+    experts: dict[str, torch.Tensor]
+
+
+@functools.cache
+def right_of(tokens: int, top_k: int, data_rank: int) -> Right:
+    whole = make_experts()
+    hidden, index, weights, grad = make_inputs(tokens, top_k, data_rank)
+    output = whole(hidden.requires_grad_(), index, weights.requires_grad_())
+    output.backward(grad)
+    experts = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return Right(output.detach(), hidden.grad, weights.grad, experts)
+
+
 def compare(tp: int, ep: int, etp: int, backend: str, tokens: int, top_k: int) -> tuple[float, int]:
     """Worst absolute error on this rank, and the rows that its experts computed."""
     world, rank = dist.get_world_size(), dist.get_rank()
     handles = create_folding_groups(build_folding_spec(world_size=world, pp_size=1, tp_size=tp, ep_size=ep, etp_size=etp))
     data_rank, dp = rank // tp, world // tp
-
-    whole = make_experts()
-    inputs = [make_inputs(tokens, top_k, r) for r in range(dp)]
-    leaves = [(hidden.clone().requires_grad_(), weights.clone().requires_grad_()) for hidden, _, weights, _ in inputs]
-    outputs = [whole(h, index, w) for (h, w), (_, index, _, _) in zip(leaves, inputs, strict=True)]
-    torch.autograd.backward(outputs, [grad for *_, grad in inputs])
 
     module = make_experts()
     (site,) = find_experts(torch.nn.ModuleDict({"experts": module}))
@@ -72,21 +88,18 @@ def compare(tp: int, ep: int, etp: int, backend: str, tokens: int, top_k: int) -
     seen = []
     compute = module._run_local_experts
     module._run_local_experts = lambda rows, counts: seen.append(rows.shape[0]) or compute(rows, counts)
-    hidden, index, weights, grad = inputs[data_rank]
-    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-    output = module(hidden, index, weights)
+    hidden, index, weights, grad = make_inputs(tokens, top_k, data_rank)
+    output = module(hidden.requires_grad_(), index, weights.requires_grad_())
     output.backward(grad)
 
     first = handles.ep_rank * EXPERTS // ep
-    errors = [
-        error(output, outputs[data_rank]),
-        error(hidden.grad, leaves[data_rank][0].grad),
-        error(weights.grad, leaves[data_rank][1].grad),
-    ]
+    right = right_of(tokens, top_k, data_rank)
+    errors = [error(output, right.output), error(hidden.grad, right.hidden), error(weights.grad, right.weights)]
     for tensor in site.layout.tensors:
         total = getattr(module, tensor.name).grad / tp
         dist.all_reduce(total, group=handles.edp_group)
-        errors.append(error(total, cut_expert_tensor(getattr(whole, tensor.name).grad, tensor, module.autoep.shard)))
+        summed = sum(right_of(tokens, top_k, rank).experts[tensor.name] for rank in range(dp))
+        errors.append(error(total, cut_expert_tensor(summed, tensor, module.autoep.shard)))
     dead = [expert - first for expert in DEAD if first <= expert < first + EXPERTS // ep]
     errors.append(max((module.down_proj.grad[expert].abs().max().item() for expert in dead), default=0.0))
     return max(errors), seen[0]
