@@ -7,6 +7,7 @@ out of time ends its pool (its peers may be in a collective); the next test gets
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -37,7 +38,13 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
+def die_with_parent() -> None:
+    """Be killed where the parent ends, however it ends: a stopped worker cannot see that its pipe is closed. (Linux, as the tests.)"""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
+
+
 def _serve(rank: int, world: int, port: int, pipe) -> None:
+    die_with_parent()
     os.environ.update(_environment(rank, world, port))
     import logging
 

@@ -13,7 +13,9 @@ import deepspeed_autoep.checkpoint.load
 import deepspeed_autoep.checkpoint.save
 import deepspeed_autoep.engine.initialize  # noqa: F401
 from tests.unit.models import FAMILIES
+from tests.unit.pool import die_with_parent
 
+die_with_parent()
 for _name, _ in FAMILIES.values():
     getattr(transformers, f"{_name}ForCausalLM")
 
