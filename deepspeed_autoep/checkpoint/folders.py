@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deepspeed_autoep.checkpoint.metadata import MANIFEST
 from deepspeed_autoep.errors import CheckpointError
+from deepspeed_autoep.storage import sync_folder, write_file
 
 logger = logging.getLogger("deepspeed_autoep")
 
@@ -94,23 +95,6 @@ def write_latest(save_dir: Path, tag: str) -> None:
     write_file(temporary, tag.encode())
     os.replace(temporary, save_dir / LATEST)
     sync_folder(save_dir)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """On storage when it returns."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Its entries are on storage when it returns."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def latest_tag(load_dir: Path, universal: bool = False) -> str | None:

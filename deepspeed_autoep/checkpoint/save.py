@@ -30,6 +30,7 @@ from deepspeed_autoep.checkpoint.planner import PieceSavePlanner
 from deepspeed_autoep.checkpoint.tensors import Piece
 from deepspeed_autoep.errors import CheckpointError
 from deepspeed_autoep.folding.groups import collectively
+from deepspeed_autoep.storage import sync_folder, write_file
 
 logger = logging.getLogger("deepspeed_autoep")
 
@@ -194,10 +195,10 @@ def _finish(job: SaveJob, folder: Path, written: dict[str, FileEntry]) -> None:
         if not path.is_file() or path.stat().st_size != entry.bytes:
             raise CheckpointError(f"{path}, which a rank has written, is not seen by rank 0: save_dir must be on storage that all ranks share")
     for name, content in job.files.items():
-        folders.write_file(folder / name, content)
+        write_file(folder / name, content)
         written[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
-    folders.sync_folder(folder / TENSORS)
-    folders.write_file(folder / MANIFEST, manifest_bytes(job.manifest.model_copy(update={"files": written})))
+    sync_folder(folder / TENSORS)
+    write_file(folder / MANIFEST, manifest_bytes(job.manifest.model_copy(update={"files": written})))
     folders.commit(job.save_dir, job.tag)
 
 

@@ -12,13 +12,13 @@ import copy
 import json
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from deepspeed_autoep.errors import ConfigError, ModelError
+from deepspeed_autoep.storage import sync_folder, write_file
 from deepspeed_autoep.weights.export_plan import ExportPlan, TensorSource, plan_export
 from deepspeed_autoep.weights.safetensors_writer import SafetensorsWriter
 
@@ -172,7 +172,7 @@ def _write_weights(folder: Path, source: TensorSource, plan: ExportPlan) -> None
             "metadata": {"total_parameters": plan.model.num_parameters(), "total_size": plan.total_bytes},
             "weight_map": file_of,
         }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_file(folder / _INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _publish(staging: Path, out: Path, weights: tuple[str, ...]) -> None:
@@ -185,17 +185,7 @@ def _publish(staging: Path, out: Path, weights: tuple[str, ...]) -> None:
     names.sort(key=lambda name: last.index(name) if name in last else -1)
     for name in names:
         if name == names[-1]:
-            _sync(out)
+            sync_folder(out)
         (out / name).parent.mkdir(exist_ok=True)
         os.replace(staging / name, out / name)
-    _sync(out)
-
-
-def _sync(folder: Path) -> None:
-    """Renames before this are on disk before those after it, where the system can say so."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    sync_folder(out)

@@ -1,12 +1,15 @@
 """Saves that die, at every kind of moment: the last good checkpoint is always there, whole, and named by ``latest``."""
 
+import errno
 import os
 import random
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -240,6 +243,32 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(size, tmp_path):
         assert stored_value(tmp_path) == float(saved - 1)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def save_where_folders_answer(folder: str, number: int) -> str:
+    """``os.fsync`` of a folder fails with error ``number``, of a file it does not."""
+    write_checkpoint(job(folder, "good", 1.0), checkpoint_group())
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        original(descriptor)
+
+    with mock.patch.object(os, "fsync", fsync):
+        try:
+            write_checkpoint(job(folder, "next", 2.0), checkpoint_group())
+        except CheckpointError as error:
+            return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(("number", "value"), [(errno.EINVAL, 2.0), (errno.ENOTSUP, 2.0), (errno.EIO, 1.0)])
+def test_a_file_system_that_cannot_sync_folders_will_do(number, value, tmp_path):
+    """One that can and fails is an error."""
+    messages = run_on(WORLD, save_where_folders_answer, str(tmp_path), number)
+    assert all(message == "saved" if value == 2.0 else os.strerror(number) in message for message in messages), messages
+    assert stored_value(tmp_path) == value
 
 
 # The union of slices

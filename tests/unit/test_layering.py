@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "deepspeed_autoep"
 # A unit (a module or package right under deepspeed_autoep) imports from itself and from lines above its own only.
 LAYERS = [
-    {"errors", "shared_library"},
+    {"errors", "shared_library", "storage"},
     {"config"},
     {"folding"},
     {"compat"},
@@ -35,6 +35,7 @@ PRIVATE_DEEPSPEED = {"runtime", "module_inject", "utils", "moe", "checkpoint", "
 # Pure modules -> what they must not import.
 PURE = {
     "errors.py": ("torch", "deepspeed"),
+    "storage.py": ("torch", "deepspeed"),
     "config.py": ("torch", "deepspeed"),
     "folding/spec.py": ("torch", "deepspeed"),
     "folding/families.py": ("torch", "deepspeed"),
