@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -350,6 +350,27 @@ def cut_modules(model: nn.Module, plan: PartitionPlan) -> set[str]:
             if spec is not None and spec["partition_type"] != "skip":
                 found.add(name)
     return found
+
+
+def check_shares(cuts: Mapping[str, compat.AutoTPCut], tp_size: int) -> None:
+    """Of each block (attention, an MLP) every lane holds the same share of all cut layers, and not nothing: else one projection's heads
+    would meet another's. ``cuts``: by the names of weights. AutoTP cuts what divides by the number of heads by heads, others evenly.
+
+    Raises :class:`ModelError` that names the layers and what each lane would have.
+    """
+    blocks: dict[str, tuple[str, tuple[int, ...]]] = {}
+    legal = f"legal values of tensor_parallel.autotp_size={tp_size} divide the number of heads"
+    for name, cut in cuts.items():
+        layer = peft_adapters.logical_name(name.removesuffix(".weight"))
+        if len(cut.widths) != 1 or ".lora_" in name:
+            continue
+        (widths,) = cut.widths
+        if 0 in widths:
+            raise ModelError(f"{layer!r} would be cut into {list(widths)}, nothing for rank {widths.index(0)} of each TP group: {legal}")
+        block = layer.rpartition(".")[0]
+        other, others = blocks.setdefault(block, (layer, widths))
+        if any(mine * sum(others) != theirs * sum(widths) for mine, theirs in zip(widths, others, strict=True)):
+            raise ModelError(f"{other!r} would be cut into {list(others)} and {layer!r} into {list(widths)}, which are not the same heads: {legal}")
 
 
 def _described(spec: dict | None) -> str:

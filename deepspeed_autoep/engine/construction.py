@@ -54,7 +54,7 @@ from deepspeed_autoep.moe.interface_check import InterfaceCheck
 from deepspeed_autoep.moe.layer import convert_experts
 from deepspeed_autoep.peft_adapters import cut_expert_adapters, expert_adapters, hidden_weights
 from deepspeed_autoep.quantization.experts import cut_expert_quantizers, is_quantized_site
-from deepspeed_autoep.tensor_parallel import PartitionPlan
+from deepspeed_autoep.tensor_parallel import PartitionPlan, check_shares
 from deepspeed_autoep.weights.plan import WeightPlan
 from deepspeed_autoep.weights.stream import stream_weights
 
@@ -111,6 +111,8 @@ class FoldedConstruction(DeepSpeedEngine):
     def _configure_tensor_parallel(self, model, tp_config):
         with whole_sizes(model) if self.autoep.plan.derived else contextlib.nullcontext(), hidden_weights(model):
             sources = super()._configure_tensor_parallel(model, tp_config)
+        cuts = {name: compat.autotp_cut(parameter) for name, parameter in model.named_parameters() if name.endswith(".weight")}
+        check_shares({name: cut for name, cut in cuts.items() if cut is not None}, self.autoep.handles.spec.tp_size)
         # DeepSpeed's own sample check raises on the ranks of one TP group only and leaves the others waiting.
         self.first_dataloader_check.remove()
         share_column_inputs(model, self.autoep.handles.tp_group)

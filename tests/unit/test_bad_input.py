@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from tests.families.tiny import build as build_family
 from tests.unit.models import make_batches, make_model
 from tests.unit.pool import run_on
 from tests.unit.training import Case, build_engine, ds_config, my_share
@@ -57,6 +58,8 @@ MODELS = {
     "misshapen": misshapen_model,
     "meta": meta_model,
     "pipeline": pipeline_model,
+    "two latent heads": lambda: build_family("axk2", num_attention_heads=2, num_key_value_heads=2),
+    "six latent heads": lambda: build_family("axk2", hidden_size=48, num_attention_heads=6, num_key_value_heads=6),
     "ddp": lambda: torch.nn.parallel.DistributedDataParallel(make_model("mixtral")),
 }
 
@@ -139,6 +142,14 @@ def test_tp_that_does_not_divide_key_value_heads():
     for kind, message in run_on(4, attempt, "kv_heads_2", config, None, {}, timeout=SECONDS):
         assert kind == "ModelError"
         assert "autotp_size=4" in message and "num_key_value_heads" in message and "k_proj" in message and "is 2" in message
+
+
+@pytest.mark.parametrize(("model", "words"), [("two latent heads", ["kv_b_proj", "nothing for rank 2"]), ("six latent heads", ["q_gate_proj", "kv_b_proj"])])
+def test_tp_that_does_not_divide_latent_heads(model, words):
+    """Layers that AutoTP cuts unevenly, and not all of them alike."""
+    for kind, message in run_on(4, attempt, model, config_with("tensor_parallel.autotp_size", 4), None, {}, timeout=SECONDS):
+        assert kind == "ModelError"
+        assert all(word in message for word in [*words, "autotp_size=4", "number of heads"]), message
 
 
 @pytest.mark.parametrize("what", ["mpu", "mesh_param"])

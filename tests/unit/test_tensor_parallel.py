@@ -7,9 +7,10 @@ import re
 import pytest
 from deepspeed.module_inject.autotp_config import AutoTPConfig
 
+from deepspeed_autoep.compat import AutoTPCut
 from deepspeed_autoep.errors import AutoEPError, ModelError
 from deepspeed_autoep.moe.discovery import find_experts
-from deepspeed_autoep.tensor_parallel import PartitionPlan, make_plan, plan_from_model, plan_regex
+from deepspeed_autoep.tensor_parallel import PartitionPlan, check_shares, make_plan, plan_from_model, plan_regex
 from tests.unit.models import make_model
 
 LAYER = r"model\.layers\.\d+\."
@@ -358,3 +359,18 @@ def test_a_plan_that_deepspeed_does_not_know_names_the_key(block, words):
 )
 def test_plan_patterns_as_regular_expressions(pattern, suffix, name, matches):
     assert bool(re.match(plan_regex(pattern, suffix), name)) is matches
+
+
+def layers(**widths: tuple[int, ...]) -> dict[str, AutoTPCut]:
+    return {f"a.{name}.weight": AutoTPCut((sum(cut), 8), (sum(cut), 8), 0, (cut,)) for name, cut in widths.items()}
+
+
+def test_lanes_hold_the_same_share_of_each_layer_of_a_block():
+    """Uneven shares are exact where they are of the same heads."""
+    check_shares(layers(q=(4, 4), k=(2, 2)), 2)
+    check_shares(layers(q=(32, 32, 16, 16), k=(48, 48, 24, 24)), 4)
+    check_shares({**layers(q=(32, 16)), "b.q.weight": layers(q=(16, 16))["a.q.weight"]}, 2)
+    with pytest.raises(ModelError, match=r"'a.q' would be cut into \[16, 16\] and 'a.k' into \[32, 16\]"):
+        check_shares(layers(q=(16, 16), k=(32, 16)), 2)
+    with pytest.raises(ModelError, match=r"'a.q' would be cut into \[16, 16, 0\], nothing for rank 2"):
+        check_shares(layers(q=(16, 16, 0)), 3)
