@@ -100,6 +100,9 @@ def create_folding_groups(spec: ParallelFoldingSpec) -> FoldingGroupHandles:
     if dist.get_world_size() != spec.world_size:
         raise TopologyError(f"the spec is for {spec.world_size} ranks, the running world has {dist.get_world_size()}")
     key = (spec, dist.group.WORLD)
+    for kept in (_HANDLES, _GROUPS):
+        for of_another_world in [each for each in kept if each[1] is not dist.group.WORLD]:
+            del kept[of_another_world]
     if key not in _HANDLES:
         _HANDLES[key] = _new_handles(spec, expected_folding_group_tables(spec), dist.get_rank())
     return _HANDLES[key]

@@ -74,7 +74,9 @@ def _check_left_behind(function: Callable) -> None:
     """DeepSpeed's registry of groups is of the process: what a test leaves in it, the next one's engine takes."""
     from deepspeed.utils import groups
 
-    if groups.mpu is not None:
+    from deepspeed_autoep import compat
+
+    if groups.mpu is not None or compat._bindings:
         raise RuntimeError(f"{function.__module__}.{function.__qualname__} left its engine's groups in DeepSpeed's registry")
 
 
@@ -106,8 +108,12 @@ class WorkerPool:
     def run(self, function: Callable, *arguments, timeout: float = DEFAULT_TIMEOUT) -> list:
         """``function(*arguments)`` on every rank; the results by rank. Raises :class:`WorkerError`."""
         self._signal(signal.SIGCONT)
-        for pipe in self.pipes:
-            pipe.send((function, arguments))
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, arguments))
+        except BrokenPipeError:
+            self.close()
+            raise WorkerError(f"a worker of {self.world} has died since the last test") from None
         results = self._collect(timeout)
         self._signal(signal.SIGSTOP)
         return results
@@ -115,7 +121,7 @@ class WorkerPool:
     def _signal(self, number: int) -> None:
         """A pool that waits for its next test is stopped: the threads of its groups poll, hundreds of times a second each."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):  # killed from outside; its pipe will say so
+            with contextlib.suppress(ProcessLookupError):  # it has died; its pipe says so
                 os.kill(process.pid, number)
 
     def _collect(self, timeout: float) -> list:

@@ -43,17 +43,18 @@ def goes_on(case: StockCase, folder: str, tag: str, topology: tuple, dtype: str,
             parameter.fill_(0.5)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed_autoep.initialize(model=model, model_parameters=trained, config=config)
-    path, client_state = engine.load_checkpoint(folder, tag=tag, **options)
-    curve, rate = [], engine.get_lr()[0]
-    for batch in batches():
-        share = batch.chunk(world // tp)[dist.get_rank() // tp]
-        loss = engine(input_ids=share, labels=share).loss
-        engine.backward(loss)
-        engine.step()
-        curve.append((mean_over_data(loss, engine), float(engine.get_global_grad_norm())))
-    steps = engine.global_steps
-    engine.destroy()
-    return path, client_state, curve, rate, steps
+    try:
+        path, client_state = engine.load_checkpoint(folder, tag=tag, **options)
+        curve, rate = [], engine.get_lr()[0]
+        for batch in batches():
+            share = batch.chunk(world // tp)[dist.get_rank() // tp]
+            loss = engine(input_ids=share, labels=share).loss
+            engine.backward(loss)
+            engine.step()
+            curve.append((mean_over_data(loss, engine), float(engine.get_global_grad_norm())))
+        return path, client_state, curve, rate, engine.global_steps
+    finally:
+        engine.destroy()
 
 
 def plain(case: StockCase, folder: Path, rate: float, with_states: bool = True) -> list[tuple[float, float]]:
