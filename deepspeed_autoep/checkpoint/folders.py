@@ -24,8 +24,12 @@ LATEST = "latest"  # DeepSpeed's name
 
 def check_tag(tag: str) -> None:
     """Raise :class:`CheckpointError` for a tag that is no name of a folder inside of the save folder."""
-    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST or "\0" in tag:
-        raise CheckpointError(f"tag={tag!r}: legal are names of folders without '/', that do not begin with '.', other than {LATEST!r}")
+    # 'latest' is read without the whitespace around it, as DeepSpeed does, and is UTF-8.
+    whole = tag and tag == tag.strip() and tag == tag.encode(errors="ignore").decode()
+    if not whole or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST or "\0" in tag:
+        raise CheckpointError(
+            f"tag={tag!r}: legal are names of folders without '/' and whitespace around them, that do not begin with '.', other than {LATEST!r}"
+        )
 
 
 def aside(save_dir: Path, tag: str) -> Path:
@@ -49,7 +53,7 @@ def begin(save_dir: Path, tag: str) -> Path:
         shutil.rmtree(folder)
     leftovers = sorted(path.name for path in save_dir.glob(".*.saving"))
     if leftovers:
-        logger.warning("%s holds what interrupted saves have left: %s. Nothing reads it", save_dir, ", ".join(leftovers))
+        logger.warning("%s holds %s, which saves write that are under way or were interrupted. Nothing reads them", save_dir, ", ".join(leftovers))
     folder.mkdir()
     return folder
 
@@ -91,7 +95,7 @@ def _remove(folder: Path) -> None:
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
-    temporary = save_dir / f".{LATEST}.saving-file"
+    temporary = save_dir / f".{LATEST}.{tag}.saving-file"  # its own, where two engines save to one folder
     write_file(temporary, tag.encode())
     os.replace(temporary, save_dir / LATEST)
     sync_folder(save_dir)
@@ -100,9 +104,24 @@ def write_latest(save_dir: Path, tag: str) -> None:
 def latest_tag(load_dir: Path, universal: bool = False) -> str | None:
     """What ``latest`` names, or None without such a file; with ``universal`` the one that DeepSpeed's conversion writes."""
     for name in (f"{LATEST}_universal", LATEST) if universal else (LATEST,):
-        if (load_dir / name).is_file():
-            return (load_dir / name).read_text().strip()
+        path = load_dir / name
+        if not path.exists():
+            continue
+        try:
+            tag = path.read_bytes().decode().strip()
+            check_tag(tag)
+        except (OSError, UnicodeDecodeError, CheckpointError) as error:
+            raise CheckpointError(f"{path} is damaged: it names no checkpoint ({error}). Give a tag") from None
+        return tag
     return None
+
+
+def find_or_latest(load_dir: Path, tag: str | None, universal: bool = False) -> Path | None:
+    """The checkpoint ``tag``; without one, ``load_dir`` where it is a checkpoint itself, or what ``latest`` names, if there is one."""
+    if tag is None and (load_dir / MANIFEST).is_file():
+        return load_dir.absolute()
+    tag = latest_tag(load_dir, universal) if tag is None else tag
+    return None if tag is None else find(load_dir, tag)
 
 
 def find(load_dir: Path, tag: str) -> Path:

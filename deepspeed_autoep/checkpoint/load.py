@@ -60,8 +60,15 @@ def check_tensors(folder: Path, manifest: Manifest, tensors: Collection[LogicalT
     for name, entry in manifest.tensors.items():
         if name in own and entry.shape != own[name].cut.shape:
             raise CheckpointError(
-                f"checkpoint {folder} has {name!r} of shape {list(entry.shape)}, the model's is {list(own[name].cut.shape)}: is it of another configuration?"
+                f"checkpoint {folder} has {name!r} of shape {list(entry.shape)}, the model's is {list(own[name].cut.shape)}: is it of another configuration? "
+                "deepspeed-autoep export and from_pretrained(..., ignore_mismatched_sizes=True) take what fits"
             )
+    common = [tensor for tensor in tensors if tensor.name in manifest.tensors and manifest.tensors[tensor.name].stored]
+    if own and not common:
+        raise CheckpointError(
+            f"checkpoint {folder} holds none of the model's {len(own)} tensors: it has {_first(manifest.tensors)!r} and others, the model "
+            f"{_first(own)!r} and others. Is one of them inside of another module?"
+        )
     missing = [name for name in own if name not in manifest.tensors]
     unexpected = [name for name in manifest.tensors if name not in own]
     for names, text in ((missing, "lacks {} tensors of the model"), (unexpected, "has {} tensors that the model has not")):
@@ -71,7 +78,11 @@ def check_tensors(folder: Path, manifest: Manifest, tensors: Collection[LogicalT
                 raise CheckpointError(f"{message}. load_module_strict=False takes what both have")
             if dist.get_rank() == 0:
                 logger.warning("%s", message)
-    return [tensor for tensor in tensors if tensor.name in manifest.tensors and manifest.tensors[tensor.name].stored]
+    return common
+
+
+def _first(names: Iterable[str]) -> str | None:
+    return next(iter(names), None)
 
 
 def read_pieces(folder: Path, pieces: Iterable[Piece], blob_keys: Iterable[str], group: dist.ProcessGroup) -> dict[str, bytes]:

@@ -145,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} is no checkpoint of deepspeed_autoep, or its save did not end") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from None
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     if _content_crc(content) != crc:
         raise CheckpointError(f"{path} is damaged: its content has the CRC-32 {_content_crc(content)}, and it says {crc}")
     if content.get("version") != VERSION:

@@ -29,6 +29,5 @@ def checkpoint_structure(load_dir: str | Path, tag: str | None = None) -> dict[s
     Raises :class:`CheckpointError`: no such checkpoint, or a damaged one.
     """
     load_dir = Path(load_dir)
-    tag = folders.latest_tag(load_dir) if tag is None else tag
-    folder = load_dir if tag is None else folders.find(load_dir, tag)
+    folder = folders.find_or_latest(load_dir, tag) or load_dir
     return saved_structure(folder, read_manifest(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 import torch
 
@@ -44,14 +43,22 @@ def meta_model(reader: CheckpointReader) -> torch.nn.Module:
             "engine.module.save_pretrained(folder, state_dict=deepspeed_autoep.consolidated_state_dict(engine))"
         )
     kind = getattr(transformers, name, None)
-    if kind is None or not (reader.folder / "config.json").is_file():
-        what = "config.json" if kind is not None else f"a model class {name!r} in transformers {transformers.__version__}"
-        raise CheckpointError(f"checkpoint {reader.folder} cannot be exported: there is no {what}; engine.save_16bit_model exports from a running engine")
-    fields = json.loads((reader.folder / "config.json").read_text())
-    config = kind.config_class.from_dict(fields)
-    with torch.device("meta"):
-        model = kind(config)
-    generation = reader.folder / "generation_config.json"
-    if generation.is_file():
-        model.generation_config = transformers.GenerationConfig.from_dict(json.loads(generation.read_text()))
+    if kind is None:
+        raise CheckpointError(
+            f"checkpoint {reader.folder} cannot be exported: there is no model class {name!r} in transformers {transformers.__version__}"
+        )
+    if not (reader.folder / "config.json").is_file():
+        raise CheckpointError(f"checkpoint {reader.folder} cannot be exported: it has no config.json; engine.save_16bit_model exports from a running engine")
+    try:
+        # Not from_dict: numbers without an end are written as objects, which only this reads.
+        config = kind.config_class.from_pretrained(reader.folder)
+        with torch.device("meta"):
+            model = kind(config)
+        if (reader.folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(reader.folder)
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {reader.folder} cannot be exported: transformers {transformers.__version__} does not take its config.json or "
+            f"generation_config.json: {type(error).__name__}: {error}"
+        ) from error
     return model

@@ -34,7 +34,7 @@ from deepspeed_autoep.checkpoint.quantized import QUANTIZATION, saved_structure
 from deepspeed_autoep.checkpoint.save import SaveJob, Saver
 from deepspeed_autoep.checkpoint.stock.kinds import detect
 from deepspeed_autoep.checkpoint.tensors import LogicalTensor, pieces_to_read, pieces_to_write
-from deepspeed_autoep.checkpoint.training_state import saved_bytes, training_state_bytes
+from deepspeed_autoep.checkpoint.training_state import config_bytes, saved_bytes, training_state_bytes
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.export_source import EngineTensors
 from deepspeed_autoep.engine.logical_tensors import foreign_tensors, logical_tensors
@@ -58,7 +58,7 @@ from deepspeed_autoep.engine.placements import placements
 from deepspeed_autoep.engine.random_states import random_states, set_random_states
 from deepspeed_autoep.engine.replicas import differing_tensors
 from deepspeed_autoep.engine.stock_checkpoint import StockCheckpoint, open_stock_checkpoint, read_stock
-from deepspeed_autoep.errors import CheckpointError, UnsupportedError
+from deepspeed_autoep.errors import AutoEPError, CheckpointError, RankMismatchError, UnsupportedError
 from deepspeed_autoep.folding.groups import collectively, validate_folding_agreement
 from deepspeed_autoep.peft_adapters import transformers_model
 from deepspeed_autoep.quantization import check_structure, structure_of
@@ -70,6 +70,7 @@ _LIBRARIES = ("torch", "deepspeed", "transformers", "deepspeed_autoep")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # Of DeepSpeed's signature.
 _DEFAULT_FILE = "pytorch_model.bin"
+_COMPARED = (bool, int, str, type(None))
 _Result = TypeVar("_Result")
 
 
@@ -117,22 +118,39 @@ class CheckpointingEngine(FoldedConstruction):
 
         Raises :class:`CheckpointError` on every rank if any rank could not write; other checkpoints are as they were then.
         """
-        handles = self.autoep.handles
         self.autoep_saver.wait()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        use_thread = self.autoep.config.expert.async_checkpoint if asynchronous is None else bool(asynchronous)
+        options = bool(save_latest), bool(exclude_frozen_parameters), bool(exclude_optimizer_states)
+        names = ("save_latest", "exclude_frozen_parameters", "exclude_optimizer_states")
+        self._agree("save_checkpoint", save_dir=save_dir, tag=tag, asynchronous=use_thread, **dict(zip(names, options, strict=True)))
         _check_path("save_dir", save_dir)
-        settings = {"save_checkpoint(save_dir=...)": str(save_dir), "save_checkpoint(tag=...)": tag}
-        validate_folding_agreement(handles.spec, settings, handles.stage_group)
         self._warn_before_save()
         foreign = foreign_tensors(self)
-        options = save_latest, exclude_frozen_parameters, exclude_optimizer_states
         job = self._collectively(lambda: self._save_job(Path(save_dir), tag, client_state, foreign, *options))
-        use_thread = self.autoep.config.expert.async_checkpoint if asynchronous is None else asynchronous
         self.autoep_saver.save(job, use_thread)
         return True
 
+    def _agree(self, call: str, **arguments) -> None:
+        """Before anything else is done with them: a rank that checks or does something else leaves the others waiting."""
+        settings = {f"{call}({name}=...)": value if isinstance(value, _COMPARED) else str(value) for name, value in arguments.items()}
+        validate_folding_agreement(self.autoep.handles.spec, settings, self.autoep.handles.stage_group)
+
     def _collectively(self, check: Callable[[], _Result]) -> _Result:
-        return collectively(check, self.autoep.handles.stage_group)
+        """Also where one rank alone fails the error is a :class:`CheckpointError` on all of them."""
+
+        def named() -> _Result:
+            try:
+                return check()
+            except AutoEPError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+        try:
+            return collectively(named, self.autoep.handles.stage_group)
+        except RankMismatchError as error:
+            raise CheckpointError(str(error)) from None
 
     def _warn_before_save(self) -> None:
         places = placements(self.module, self.autoep.sites, self.autoep.plan, self.autoep.handles)
@@ -163,7 +181,7 @@ class CheckpointingEngine(FoldedConstruction):
         return SaveJob(
             save_dir=save_dir,
             tag=tag,
-            save_latest=bool(save_latest),
+            save_latest=save_latest,
             pieces=pieces_to_write(saved),
             expected={key: (tensor.cut.shape, dtype) for tensor in saved for key, dtype in tensor.keys.items()},
             blobs={f"rng.{self.global_rank}": random_states()},
@@ -201,6 +219,8 @@ class CheckpointingEngine(FoldedConstruction):
     def _files(self, client_state: dict | None) -> dict[str, bytes]:
         state: dict[str, Any] = {"lr_scheduler": None}
         if self.lr_scheduler is not None:
+            if not callable(getattr(self.lr_scheduler, "state_dict", None)):
+                raise CheckpointError(f"the scheduler is a {type(self.lr_scheduler).__name__} without state_dict(), so it cannot be saved")
             state["lr_scheduler"] = joined_scheduler_state(self.lr_scheduler.state_dict(), self._origins(), self._autoep_groups, is_by_group)
             state["lr_scheduler_type"], state["lr_scheduler_groups"] = type(self.lr_scheduler).__name__, self._autoep_groups
         for name, part in self._data_efficiency().items():
@@ -212,7 +232,7 @@ class CheckpointingEngine(FoldedConstruction):
         for name, attribute in (("config.json", "config"), ("generation_config.json", "generation_config")):
             config = getattr(model, attribute, None)
             if hasattr(config, "to_json_string"):
-                files[name] = config.to_json_string(use_diff=False).encode()
+                files[name] = config_bytes(config, f"model.{attribute}")
         return files
 
     def _origins(self) -> list[int]:
@@ -250,6 +270,9 @@ class CheckpointingEngine(FoldedConstruction):
 
         Raises, on every rank, what :func:`deepspeed_autoep.weights.export.export_folder` does on rank 0.
         """
+        options = {"max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer, "overwrite": overwrite}
+        self._agree("save_16bit_model", save_dir=save_dir, save_filename=save_filename, exclude_frozen_parameters=bool(exclude_frozen_parameters), **options)
+        _check_path("save_dir", save_dir)
         if save_filename != _DEFAULT_FILE:
             raise UnsupportedError(f"save_filename={save_filename!r} is not supported: the files have the names that from_pretrained looks for; leave it out")
         if exclude_frozen_parameters:
@@ -262,7 +285,6 @@ class CheckpointingEngine(FoldedConstruction):
         self.autoep_saver.wait()
         group = self.autoep_saver.group
         source = self._collectively(lambda: EngineTensors(self, group))
-        options = {"max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer, "overwrite": overwrite}
         source.run(lambda: export_folder(Path(save_dir), source, self.module, **options))
         return True
 
@@ -286,23 +308,28 @@ class CheckpointingEngine(FoldedConstruction):
         Raises :class:`CheckpointError` on every rank: files that are missing or damaged, tensors that are missing or of another shape, an
         optimizer of another kind. Nothing is changed then.
         """
-        handles = self.autoep.handles
         self.autoep_saver.wait()
+        tag = None if tag is None else str(tag)
+        flags = {
+            "load_module_strict": bool(load_module_strict),
+            "load_optimizer_states": bool(load_optimizer_states),
+            "load_lr_scheduler_states": bool(load_lr_scheduler_states),
+            "load_module_only": bool(load_module_only),
+            "custom_load_fn": custom_load_fn is not None,
+        }
+        self._agree("load_checkpoint", load_dir=load_dir, tag=tag, **flags)
         if custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is not supported: the files hold slices of tensors. load_module_strict=False takes what both have")
         _check_path("load_dir", load_dir)
-        load_dir = Path(load_dir)
-        if tag is None and (load_dir / MANIFEST).is_file():  # the checkpoint's own folder
-            load_dir, tag = load_dir.absolute().parent, load_dir.absolute().name
-        tag = self._collectively(lambda: folders.latest_tag(load_dir, self.load_universal_checkpoint())) if tag is None else str(tag)
-        validate_folding_agreement(handles.spec, {"load_checkpoint(load_dir=...)": str(load_dir), "load_checkpoint(tag=...)": tag}, handles.stage_group)
-        if tag is None:
+        folder = self._collectively(lambda: folders.find_or_latest(Path(load_dir), tag, self.load_universal_checkpoint()))
+        self._agree("load_checkpoint", checkpoint=folder)  # files, and 'latest' itself, as each rank sees them
+        if folder is None:
             logger.warning("%s has no file %r: nothing is loaded. Give a tag to load a checkpoint that it does not name", load_dir, folders.LATEST)
             return None, None
 
         foreign = foreign_tensors(self)
         with_optimizer = bool(load_optimizer_states and not load_module_only)
-        opened, tensors = self._collectively(lambda: self._open(folders.find(load_dir, tag), with_optimizer, bool(load_module_strict), foreign))
+        opened, tensors = self._collectively(lambda: self._open(folder, with_optimizer, bool(load_module_strict), foreign))
         if opened.stock is None:
             verify_files(opened.folder, opened.manifest, self.autoep.config.expert.verify_checkpoint, self.autoep_saver.group)
         state = self._collectively(lambda: self._training_state(opened, load_lr_scheduler_states and not load_module_only))

@@ -12,7 +12,7 @@ from deepspeed_autoep.checkpoint.consolidate import gather_expert, gatherers
 from deepspeed_autoep.checkpoint.slices import Cut
 from deepspeed_autoep.engine.construction import FoldedConstruction
 from deepspeed_autoep.engine.placements import placements
-from deepspeed_autoep.errors import CheckpointError
+from deepspeed_autoep.errors import AutoEPError, CheckpointError
 from deepspeed_autoep.moe.layer import AutoEPMoELayer
 
 _Result = TypeVar("_Result")
@@ -63,7 +63,9 @@ class EngineTensors:
                 result = write()
             except Exception as error:
                 failure = error
-            dist.broadcast_object_list([(_STOP, None if failure is None else f"{type(failure).__name__}: {failure}")], group_src=0, group=self._group)
+            if failure is not None and not isinstance(failure, AutoEPError):
+                failure = CheckpointError(f"the export failed on rank 0: {type(failure).__name__}: {failure}")
+            dist.broadcast_object_list([(_STOP, None if failure is None else (type(failure), str(failure)))], group_src=0, group=self._group)
             if failure is not None:
                 raise failure
             return result
@@ -73,6 +75,7 @@ class EngineTensors:
             name, detail = request[0]
             if name == _STOP:
                 if detail is not None:
-                    raise CheckpointError(f"the export failed on rank 0: {detail}")
+                    kind, message = detail
+                    raise kind(message)
                 return None
             self._read(name, detail)
