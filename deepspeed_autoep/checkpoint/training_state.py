@@ -23,7 +23,7 @@ def training_state_bytes(client_state: Any, others: dict[str, Any]) -> bytes:
         for key, value in client_state.items():
             _require(saved_bytes, value, f"client_state[{key!r}]", _PICKLED)
         for name, state in others.items():
-            for key, value in (state or {}).items() if isinstance(state, dict | None) else []:
+            for key, value in state.items() if isinstance(state, dict) else ():
                 _require(saved_bytes, value, f"{name}'s {key!r}", _PICKLED)
         raise
 

@@ -121,13 +121,16 @@ class CheckpointingEngine(FoldedConstruction):
         self.autoep_saver.wait()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         use_thread = self.autoep.config.expert.async_checkpoint if asynchronous is None else bool(asynchronous)
-        options = bool(save_latest), bool(exclude_frozen_parameters), bool(exclude_optimizer_states)
-        names = ("save_latest", "exclude_frozen_parameters", "exclude_optimizer_states")
-        self._agree("save_checkpoint", save_dir=save_dir, tag=tag, asynchronous=use_thread, **dict(zip(names, options, strict=True)))
+        flags = {
+            "save_latest": bool(save_latest),
+            "exclude_frozen_parameters": bool(exclude_frozen_parameters),
+            "exclude_optimizer_states": bool(exclude_optimizer_states),
+        }
+        self._agree("save_checkpoint", save_dir=save_dir, tag=tag, asynchronous=use_thread, **flags)
         _check_path("save_dir", save_dir)
         self._warn_before_save()
         foreign = foreign_tensors(self)
-        job = self._collectively(lambda: self._save_job(Path(save_dir), tag, client_state, foreign, *options))
+        job = self._collectively(lambda: self._save_job(Path(save_dir), tag, client_state, foreign, **flags))
         self.autoep_saver.save(job, use_thread)
         return True
 
@@ -169,14 +172,14 @@ class CheckpointingEngine(FoldedConstruction):
         client_state,
         foreign: list[LogicalTensor],
         save_latest: bool,
-        without_frozen: bool,
-        without_states: bool,
+        exclude_frozen_parameters: bool,
+        exclude_optimizer_states: bool,
     ) -> SaveJob:
         folders.check_tag(tag)
         masters = master_state(self.optimizer)
         tensors = logical_tensors(self, masters) + foreign
-        saved = [tensor for tensor in tensors if tensor.trained or tensor.is_buffer or not without_frozen]
-        if without_states:
+        saved = [tensor for tensor in tensors if tensor.trained or tensor.is_buffer or not exclude_frozen_parameters]
+        if exclude_optimizer_states:
             saved = [tensor.weight_only() for tensor in saved]
         return SaveJob(
             save_dir=save_dir,
@@ -186,7 +189,7 @@ class CheckpointingEngine(FoldedConstruction):
             expected={key: (tensor.cut.shape, dtype) for tensor in saved for key, dtype in tensor.keys.items()},
             blobs={f"rng.{self.global_rank}": random_states()},
             files=self._files(client_state) if self.global_rank == 0 else {},
-            manifest=self._manifest(masters, tensors, {tensor.name for tensor in saved}, without_states),
+            manifest=self._manifest(masters, tensors, {tensor.name for tensor in saved}, exclude_optimizer_states),
         )
 
     def _manifest(self, masters: MasterState, tensors: list[LogicalTensor], saved: set[str], without_states: bool) -> Manifest:
